@@ -1,0 +1,6 @@
+"""Imported once by the forkserver, so that every test rank starts with the heavy modules in memory."""
+
+import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.pipelining  # noqa: F401
+import torch.distributed.tensor.parallel  # noqa: F401
