@@ -1,0 +1,85 @@
+"""Megatron's way to write a pipeline out: --pipeline-model-parallel-layout "Et*3|(tt|)*29,L". Imports no torch.
+
+E embedding, t one decoder layer, L loss (final norm and head), | end of a stage, (...)*n or x*n repetition; commas and
+spaces only please the eye. Stages are in pipeline order. m (multi-token prediction) is Megatron's, and refused here.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from megatron_lite.config import ConfigError
+
+_FLAG = "--pipeline-model-parallel-layout"
+_LONGEST = 100_000
+_DEEPEST = 100
+
+
+def parse_layout(layout: str) -> list[int]:
+    """Decoder layers of each stage of a layout; stage 0 holds the embedding, the last stage the head.
+
+    Raises:
+        ConfigError: the text cannot be read, or E or L is missing, doubled or out of place, or a stage is empty.
+    """
+    stages = _unroll(layout).split("|")
+    if "m" in "".join(stages):
+        raise ConfigError(f"{_FLAG} '{layout}': m (multi-token prediction) has no place here, take it out")
+    if "".join(stages).count("E") != 1 or not stages[0].startswith("E"):
+        raise ConfigError(f"{_FLAG} '{layout}': one E (embedding) has to start the first stage, and no other")
+    if "".join(stages).count("L") != 1 or not stages[-1].endswith("L"):
+        raise ConfigError(f"{_FLAG} '{layout}': one L (loss) has to end the last stage, and no other")
+    for index, stage in enumerate(stages):
+        if not stage:
+            raise ConfigError(f"{_FLAG} '{layout}': stage {index} is empty, give it a t or leave out one |")
+    return [stage.count("t") for stage in stages]
+
+
+def write_layout(counts: Sequence[int]) -> str:
+    """The shortest plain layout with `counts` decoder layers per stage: [2, 3, 3, 1] -> 'Ett|ttt|ttt|tL'."""
+    stages = ["t" * count for count in counts]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "L"
+    middle = [(stage, len(list(same))) for stage, same in groupby(stages[1:-1])]
+    if len(stages) == 1:
+        return stages[0]
+    text = stages[0] + "|"
+    for stage, repeats in middle:
+        text += f"({stage}|)*{repeats}" if repeats > 2 else f"{stage}|" * repeats
+    return text + stages[-1]
+
+
+def _unroll(layout: str) -> str:
+    text = "".join(character for character in layout if character not in ", \t\n'\"")
+    if text.count("(") > _DEEPEST:
+        raise ConfigError(f"{_FLAG} '{layout}' has more than {_DEEPEST} brackets")
+    done, position = _sequence(text, 0, layout)
+    if position != len(text):
+        raise ConfigError(f"{_FLAG} '{layout}': ) without (")
+    return done
+
+
+def _sequence(text: str, position: int, layout: str) -> tuple[str, int]:
+    """Unroll from `position` to the end or to the closing bracket; returns the text and where it stopped."""
+    done = ""
+    while position < len(text) and text[position] != ")":
+        if text[position] == "(":
+            item, position = _sequence(text, position + 1, layout)
+            if position == len(text):
+                raise ConfigError(f"{_FLAG} '{layout}': ( without )")
+        elif text[position] in "EtLm|":
+            item = text[position]
+        else:
+            raise ConfigError(f"{_FLAG} '{layout}': '{text[position]}' is none of E t L m | ( ) *n")
+        position += 1
+        if text[position : position + 1] == "*":
+            end = position + 1
+            while text[end : end + 1] in tuple("0123456789"):
+                end += 1
+            if end == position + 1 or end > position + 7:
+                raise ConfigError(f"{_FLAG} '{layout}': * wants a number of at most six digits")
+            repeats, position = int(text[position + 1 : end]), end
+        else:
+            repeats = 1
+        if len(done) + len(item) * repeats > _LONGEST:
+            raise ConfigError(f"{_FLAG} '{layout}' unrolls to more than {_LONGEST:,} signs")
+        done += item * repeats
+    return done, position
