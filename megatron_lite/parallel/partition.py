@@ -236,8 +236,8 @@ def _counts_first_last(
     if (left != 0) if not rest else (left < len(rest)):
         wanted = f"at least {len(rest)} (one for each other stage)" if rest else "none"
         raise ConfigError(
-            f"--decoder-first/last-pipeline-num-layers {first}/{last} leave {left} of --num-layers {num_layers} "
-            f"for the other ranks, wanted: {wanted}"
+            f"--decoder-first/last-pipeline-num-layers {first or 'none'}/{last or 'none'} leave {left} of "
+            f"--num-layers {num_layers} for the other ranks, wanted: {wanted}"
         )
     counts = [given.get(rank, 0) // chunks for rank in ranks]
     if rest:
