@@ -1,0 +1,186 @@
+"""The GPT model, as chunks: each pipeline stage owns some layers, the first the embedding, the last the head.
+
+Plain PyTorch: no process group anywhere. One process is the case of one chunk that owns everything.
+
+Shapes: B micro batch, S sequence, H hidden, V padded vocabulary, P learned positions.
+Parameter names carry global layer numbers, so they are the same in every layout:
+
+    embedding.word_embeddings.weight [V, H]      layers.7.attention.q_proj.weight [N*D, H]
+    layers.7.mlp.down_proj.weight [H, F]         final_norm.weight [H]     lm_head.weight [V, H]
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.model.attention import KeyValueCache, SelfAttention
+from megatron_lite.model.initialization import initial_rows
+from megatron_lite.model.loss import LOSS_CHUNK_TOKENS, chunked_loss_sum, token_loss_sum
+from megatron_lite.model.mlp import MLP
+from megatron_lite.model.norm import build_norm
+from megatron_lite.model.rotary import RotaryEmbedding, Rotation
+
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+
+
+class GPTEmbedding(nn.Module):
+    """Token embedding, learned positions where asked for, dropout."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position_embeddings = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        )
+        self.dropout = config.hidden_dropout
+
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None, first_position: int = 0
+    ) -> torch.Tensor:
+        """tokens [B, S] -> [B, S, H]; positions count from first_position unless position_ids [B, S] is given."""
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            if position_ids is None:
+                end = first_position + tokens.shape[1]
+                position_ids = torch.arange(first_position, end, device=tokens.device)[None]
+            hidden = hidden + self.position_embeddings(position_ids)
+        return F.dropout(hidden, self.dropout, self.training)
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_norm = build_norm(config, config.hidden_size)
+        self.attention = SelfAttention(config)
+        self.pre_mlp_norm = build_norm(config, config.hidden_size)
+        self.mlp = MLP(config)
+        self.dropout = config.hidden_dropout
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | None,
+        document_ids: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        attended = self.attention(self.input_norm(x), rotation, document_ids, cache)
+        x = x + F.dropout(attended, self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.pre_mlp_norm(x)), self.dropout, self.training)
+
+
+class LMHead(nn.Module):
+    """Projection to the vocabulary; with labels it returns the loss and never gives the logits away.
+
+    `loss_sum` is an attribute so that tensor parallelism can put a vocabulary-parallel loss in from outside.
+    """
+
+    def __init__(self, config: ModelConfig, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        if weight is None:
+            weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+        self.weight = weight
+        self.vocab_size = config.vocab_size
+        self.chunk_tokens = LOSS_CHUNK_TOKENS if config.cross_entropy_loss_fusion else None
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [B, S, H] -> logits [B, S, V], or with labels [B, S] the sum of token losses, scalar fp32."""
+        if labels is None:
+            return self.project(hidden)
+        rows, row_labels = hidden.flatten(0, 1), labels.flatten()  # [B*S, H], [B*S]
+        if self.chunk_tokens and self.chunk_tokens < rows.shape[0]:
+            return chunked_loss_sum(rows, row_labels, self.project, self.loss_sum, self.chunk_tokens)
+        return self.loss_sum(self.project(rows), row_labels)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [..., H] -> logits [..., V]."""
+        return F.linear(hidden, self.weight)
+
+    def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """logits [T, V], labels [T] -> scalar fp32."""
+        return token_loss_sum(logits, labels, self.vocab_size)
+
+
+class GPTChunk(nn.Module):
+    """The part of the model that one pipeline stage owns.
+
+    Args:
+        config: with vocab_size and padded_vocab_size known.
+        layers: the GLOBAL numbers of the layers owned here.
+        has_embedding, has_lm_head: whether this is the first, the last stage.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[int], has_embedding: bool = True, has_lm_head: bool = True
+    ) -> None:
+        super().__init__()
+        self.config = config
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding = GPTEmbedding(config) if has_embedding else None
+        self.layers = nn.ModuleDict({str(number): TransformerLayer(config) for number in layers})
+        self.final_norm = build_norm(config, config.hidden_size) if has_lm_head else None
+        self.lm_head = None
+        if has_lm_head:
+            shared = self.embedding.word_embeddings.weight if tied and has_embedding else None
+            self.lm_head = LMHead(config, shared)
+        self.tied = tied
+        self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        caches: dict[str, KeyValueCache] | None = None,
+    ) -> torch.Tensor:
+        """Run this stage.
+
+        Args:
+            x: tokens [B, S] on the first stage, hidden [B, S, H] on the others.
+            labels: [B, S], -100 where masked; used by the last stage only.
+            position_ids: [B, S]; by default 0..S-1.
+            document_ids: [B, S]; attention stays inside equal ids.
+            caches: a KeyValueCache per layer number; x then holds the positions after the cached ones.
+
+        Returns:
+            hidden [B, S, H]; on the last stage logits [B, S, V], or with labels the sum of the token losses (scalar).
+        """
+        past = next(iter(caches.values())).seq_length if caches else 0
+        if self.embedding is not None:
+            x = self.embedding(x, position_ids, past)
+        rotation = self._rotation(x, position_ids, past)
+        for number, layer in self.layers.items():
+            x = layer(x, rotation, document_ids, caches[number] if caches else None)
+        if self.lm_head is None:
+            return x
+        return self.lm_head(self.final_norm(x), labels)
+
+    def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor | None, past: int) -> Rotation | None:
+        if self.rotary is None:
+            return None
+        if past and position_ids is None:
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
+        return self.rotary(x.shape[1], x.device, position_ids)
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, parameter). A tied head on its own stage goes by the embedding's name."""
+        for name, parameter in self.named_parameters():
+            tied_copy = name == "lm_head.weight" and self.tied
+            yield (EMBEDDING_WEIGHT if tied_copy else name), parameter
+
+    def initial_rows(self, name: str, shape: tuple[int, ...], rows: torch.Tensor, seed: int) -> torch.Tensor:
+        """Initial values [R, ...] of rows [R] of the parameter with this global name and full shape."""
+        return initial_rows(name, shape, rows, self.config, seed)
+
+    @property
+    def has_tied_copy(self) -> bool:
+        """Whether this chunk holds a second copy of the embedding's weight as its head."""
+        return self.tied and self.lm_head is not None and self.embedding is None
