@@ -1,0 +1,94 @@
+"""The grid of ranks: axes pp, dp_replicate, dp_shard, cp, tp, outermost first. The only maker of groups.
+
+Ranks that differ only in the last axes sit next to each other: tensor, context and FSDP traffic stays inside
+a node, the pipeline crosses nodes (its messages are the smallest). Megatron-LM's default order, tp-cp-dp-pp,
+is the same.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_lite.config import Config
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """Sizes, ranks and groups of every axis, made once and handed down.
+
+    FSDP shards parameters over dp_shard x cp (context ranks hold the same parameters and different tokens, so
+    for parameters they are data-parallel ranks) and replicates them over dp_replicate.
+    """
+
+    root: DeviceMesh
+    device: torch.device
+    fsdp_mesh: DeviceMesh
+    token_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup | None
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along one of AXES."""
+        return self.root[axis].size()
+
+    def rank(self, axis: str) -> int:
+        """This rank's position along one of AXES."""
+        return self.root[axis].get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group along one of AXES."""
+        return self.root[axis].get_group()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ways the batch is cut: replicas x shards."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which cut of the batch is mine."""
+        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """My position on every axis."""
+        return {axis: self.rank(axis) for axis in AXES}
+
+    def sum_over(self, value: torch.Tensor, *axes: str) -> torch.Tensor:
+        """All-reduce value in place, by sum, over the given axes; returns it."""
+        for axis in axes:
+            if self.size(axis) > 1:
+                dist.all_reduce(value, group=self.group(axis))
+        return value
+
+
+def mesh_sizes(config: Config) -> dict[str, int]:
+    """Axis -> size, outermost first. no_shard replicates parameters on every data-parallel rank."""
+    parallel = config.parallel
+    replicas = parallel.num_distributed_optimizer_instances
+    if parallel.data_parallel_sharding_strategy == "no_shard":
+        replicas = parallel.data_parallel_size
+    return {
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp_replicate": replicas,
+        "dp_shard": parallel.data_parallel_size // replicas,
+        "cp": parallel.context_parallel_size,
+        "tp": parallel.tensor_model_parallel_size,
+    }
+
+
+def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
+    """Make the mesh and every group. torch.distributed must be up with the world size the config says."""
+    sizes = mesh_sizes(config)
+    root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+    shard = root["dp_shard", "cp"]._flatten("fsdp")
+    tokens = root["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
+    fsdp_mesh = shard if sizes["dp_replicate"] == 1 else root["dp_replicate", "fsdp"]
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    # Checkpoints talk among hosts while the device's own group is busy with training.
+    host_group = dist.new_group(backend="gloo", timeout=timeout) if config.checkpoint.save else None
+    return ParallelMesh(root, device, fsdp_mesh, tokens.get_group(), host_group)
