@@ -1,0 +1,77 @@
+"""FSDP2 (`fully_shard`) per block: parameters, gradients and optimizer state cut over the data-parallel ranks."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from megatron_lite.config import ParallelConfig, PrecisionConfig
+
+
+def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """The dtype of activations and of gathered parameters; the sharded parameters stay fp32."""
+    if precision.bf16:
+        return torch.bfloat16
+    return torch.float16 if precision.fp16 else torch.float32
+
+
+def apply_fsdp(
+    chunk: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, precision: PrecisionConfig
+) -> None:
+    """Shard a model chunk in place: each block a unit, embedding a unit, final norm and head a unit.
+
+    Args:
+        chunk: has `.embedding`, `.layers` (ModuleDict), `.final_norm`, `.lm_head`, `.tied`.
+        mesh: 1-D (shards) or 2-D (replicas, shards: HSDP).
+
+    Gradients are SUMMED over ranks: the loss is divided by the global token count already. gloo has no
+    PREMUL_SUM, which a divide factor alone would ask for, hence the forced sum.
+    """
+    dtype = compute_dtype(precision)
+    settings = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
+        ),
+        "offload_policy": CPUOffloadPolicy() if parallel.fsdp_cpu_offload else OffloadPolicy(),
+    }
+    layers = list(chunk.layers.values())
+    for position, layer in enumerate(layers):
+        fully_shard(layer, reshard_after_forward=_reshards(position, len(layers), parallel), **settings)
+    tied_here = chunk.tied and chunk.embedding is not None and chunk.lm_head is not None
+    if not tied_here:  # a weight that two modules share has to lie in one unit: then it stays in the root's
+        if chunk.embedding is not None:
+            fully_shard(chunk.embedding, reshard_after_forward=_reshards(0, 1, parallel), **settings)
+        if chunk.lm_head is not None:
+            # Backward starts with the head: freeing it after forward would only gather it again at once.
+            fully_shard([chunk.final_norm, chunk.lm_head], reshard_after_forward=False, **settings)
+    fully_shard(chunk, reshard_after_forward=False, **settings)
+    for module in chunk.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    _prefetch(layers, parallel.fsdp_prefetch_depth)
+
+
+def _reshards(position: int, num_layers: int, parallel: ParallelConfig) -> bool:
+    """Whether a block frees its gathered parameters after forward (ZeRO-3) or keeps them (ZeRO-2)."""
+    if parallel.data_parallel_sharding_strategy != "optim_grads_params":
+        return False
+    if parallel.reshard_after_forward == "keep-last":
+        return position < num_layers - parallel.reshard_keep_last_blocks
+    return parallel.reshard_after_forward == "always"
+
+
+def _prefetch(layers: list[nn.Module], depth: int) -> None:
+    """Gather `depth` blocks ahead, forward and backward; FSDP2's own choice is one block ahead."""
+    if depth <= 1:
+        return
+    for position, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[position + 1 : position + 1 + depth])
+        layer.set_modules_to_backward_prefetch(layers[max(0, position - depth) : position][::-1])

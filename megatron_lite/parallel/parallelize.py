@@ -1,0 +1,81 @@
+"""What is applied to a model chunk, in this order: tensor -> context -> recompute -> compile -> FSDP -> weights.
+
+Plain modules go in on the meta device; sharded modules with their initial weights come out. Recompute lies
+inside compile and FSDP, so a block that runs again in backward finds its parameters gathered.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.config import Config
+from megatron_lite.mesh import ParallelMesh
+from megatron_lite.parallel.fsdp import apply_fsdp
+from megatron_lite.parallel.partition import StagePlan
+from megatron_lite.parallel.recompute import apply_recompute
+
+
+def build_chunks(
+    config: Config, stages: list[StagePlan], mesh: ParallelMesh, build: Callable[[StagePlan], nn.Module]
+) -> list[nn.Module]:
+    """My rank's model chunks, one per stage: built on meta by `build`, parallelised, initialised.
+
+    A chunk has `.embedding`, `.layers`, `.final_norm`, `.lm_head` (None where another stage owns it), `.tied`,
+    `.named_global_parameters()` and `.initial_rows(name, shape, rows, seed)`.
+    """
+    chunks = []
+    for stage in stages:
+        with torch.device("meta"):
+            chunk = build(stage)
+        chunks.append(parallelize_chunk(chunk, config, mesh))
+    return chunks
+
+
+def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> nn.Module:
+    """Apply every parallelism to one chunk, in place, and give it its initial weights."""
+    apply_recompute(chunk, config.parallel)
+    if config.parallel.compile:
+        compile_blocks(chunk)
+    apply_fsdp(chunk, mesh.fsdp_mesh, config.parallel, config.precision)
+    chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
+    initialize_weights(chunk, config)
+    return chunk
+
+
+def compile_blocks(chunk: nn.Module) -> None:
+    """torch.compile each block: they share one compiled graph, and FSDP's hooks stay outside it."""
+    for layer in chunk.layers.values():
+        layer.compile(fullgraph=False)
+
+
+@torch.no_grad()
+def initialize_weights(chunk: nn.Module, config: Config) -> None:
+    """Fill every parameter with the part that this rank owns of its initial value."""
+    for name, parameter in chunk.named_global_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        rows, columns = owned_indices(parameter, 0), owned_indices(parameter, 1)
+        values = chunk.initial_rows(name, tuple(parameter.shape), rows, config.training.seed)
+        local.copy_(values if columns is None else values[:, columns])
+
+
+def owned_indices(parameter: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """The global indices [n] along a tensor dim that lie on this rank; None when the tensor has no such dim.
+
+    FSDP shards what tensor parallelism has sharded already, so the cuts are made from the innermost mesh axis
+    outwards; each cut is torch.chunk's, as FSDP2 and DTensor make it.
+    """
+    if dim >= parameter.dim():
+        return None
+    indices = torch.arange(parameter.shape[dim])
+    if not isinstance(parameter, DTensor):
+        return indices
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = parameter.placements[axis]
+        if placement.is_shard(dim):
+            pieces = indices.chunk(mesh.size(axis))
+            position = mesh.get_local_rank(axis)
+            indices = pieces[position] if position < len(pieces) else indices[:0]
+    return indices

@@ -1,0 +1,161 @@
+"""The pipeline engine: torch.distributed.pipelining's stages and schedules around my model chunks.
+
+pp = 1 is the case of one stage in the same code. A batch is the data-parallel rank's own part of the global
+batch, [M*B, S] for M microbatches of B samples; every pipeline rank is given the same one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from megatron_lite.config import Config
+from megatron_lite.mesh import ParallelMesh
+from megatron_lite.parallel.fsdp import compute_dtype
+from megatron_lite.parallel.partition import StagePlan
+
+# --pipeline-schedule -> torch's class; one stage per rank takes the first kind, several the second.
+SCHEDULES: dict[str, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+    "interleaved-1f1b": torch_schedules.ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+    "zbv": torch_schedules.ScheduleZBVZeroBubble,
+    "dualpipev": torch_schedules.ScheduleDualPipeV,
+}
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class LossScale:
+    """The loss function of the last stage: the token-loss sum of a microbatch times a factor set per step.
+
+    The factor is 1 / (unmasked tokens of the whole global batch), times the loss scale under fp16. Gradients
+    are then summed everywhere and averaged nowhere.
+    """
+
+    factor: float = 1.0
+    sums: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, loss_sum: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Scalar loss sum -> scaled scalar; keeps the unscaled sum for the log."""
+        self.sums.append(loss_sum.detach())
+        return loss_sum * self.factor
+
+    def take_sum(self, device: torch.device) -> torch.Tensor:
+        """The sum over the microbatches since the last call, scalar fp32; zero on ranks without the last stage."""
+        total = torch.stack(self.sums).sum() if self.sums else torch.zeros((), device=device)
+        self.sums.clear()
+        return total
+
+
+class Pipeline:
+    """Forward and backward over my chunks, in the order that the schedule says."""
+
+    def __init__(
+        self, config: Config, plans: list[StagePlan], chunks: list[nn.Module], mesh: ParallelMesh
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.chunks = chunks
+        self.plans = [plan for plan in plans if plan.rank == mesh.rank("pp")]
+        self.num_stages = len(plans)
+        self.has_first = any(plan.stage == 0 for plan in self.plans)
+        self.has_last = any(plan.stage == self.num_stages - 1 for plan in self.plans)
+        self.loss_scale = LossScale()
+        self._train_schedule: tuple[int, Any] | None = None
+
+    def train_step(self, batch: Batch, num_microbatches: int, loss_factor: float) -> torch.Tensor:
+        """Forward and backward over a batch; gradients are added to the parameters' .grad.
+
+        Args:
+            batch: tokens and labels [M*B, S], optionally position_ids and document_ids.
+            num_microbatches: M.
+            loss_factor: 1 / the number of unmasked tokens in the global batch (times the fp16 loss scale).
+
+        Returns:
+            The sum of token losses of this rank's batch, scalar fp32; zero where the last stage is not mine.
+        """
+        self.loss_scale.factor = loss_factor
+        passes = pass_sizes(num_microbatches, self.config.parallel.max_microbatches_per_step)
+        samples = batch["tokens"].shape[0] // num_microbatches
+        for first, count in passes:
+            part = {key: t[first * samples : (first + count) * samples] for key, t in batch.items()}
+            self._run(self._schedule(count).step, part)
+        return self.loss_scale.take_sum(self.mesh.device)
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch, num_microbatches: int) -> torch.Tensor:
+        """The sum of token losses of this rank's batch, scalar fp32, without gradients; zero where not mine."""
+        self.loss_scale.factor = 1.0
+        schedule = self._build_schedule(num_microbatches)
+        self._run(schedule.eval, batch)
+        return self.loss_scale.take_sum(self.mesh.device)
+
+    def set_training(self, training: bool) -> None:
+        """Dropout on or off in every chunk."""
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    def _run(self, step: Callable[..., Any], batch: Batch) -> None:
+        """The call that torch 2.11 to 2.13 share: the whole batch, which the schedule cuts along dim 0."""
+        tokens = (batch["tokens"],) if self.has_first else ()
+        inputs = {key: tensor for key, tensor in batch.items() if key != "tokens"}
+        target = batch["labels"] if self.has_last else None
+        step(*tokens, target=target, return_outputs=False, **inputs)
+
+    def _schedule(self, num_microbatches: int) -> Any:
+        """The schedule for this many microbatches; the last one is kept, for it holds the receive buffers."""
+        if self._train_schedule is None or self._train_schedule[0] != num_microbatches:
+            self._train_schedule = None
+            self._train_schedule = (num_microbatches, self._build_schedule(num_microbatches))
+        return self._train_schedule[1]
+
+    def _build_schedule(self, num_microbatches: int) -> Any:
+        kind = SCHEDULES[self.config.parallel.pipeline_schedule]
+        stages = [self._stage(chunk, plan) for chunk, plan in zip(self.chunks, self.plans)]
+        mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        return kind(mine, num_microbatches, loss_fn=self.loss_scale, scale_grads=False)
+
+    def _stage(self, chunk: nn.Module, plan: StagePlan) -> PipelineStage:
+        """A stage with static shapes: without them torch runs a forward and backward to find them out."""
+        config, mesh = self.config, self.mesh
+        batch_size, seq_length = config.training.micro_batch_size, config.data.seq_length // mesh.size("cp")
+        hidden_length = seq_length // mesh.size("tp") if config.parallel.sequence_parallel else seq_length
+        hidden = torch.empty(
+            batch_size,
+            hidden_length,
+            config.model.hidden_size,
+            dtype=compute_dtype(config.precision),
+            device="meta",
+            requires_grad=True,  # torch makes a buffer for an output's gradient only then
+        )
+        tokens = torch.empty(batch_size, seq_length, dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        return PipelineStage(
+            chunk,
+            plan.stage,
+            self.num_stages,
+            mesh.device,
+            input_args=tokens if plan.stage == 0 else hidden,
+            output_args=loss if plan.stage == self.num_stages - 1 else hidden,
+            group=mesh.group("pp"),
+        )
+
+
+def pass_sizes(num_microbatches: int, limit: int | None) -> list[tuple[int, int]]:
+    """(first, count) of each pipeline pass of one optimizer step: equal passes of at most `limit` microbatches.
+
+    The schedule holds a receive buffer per microbatch; several passes bound that memory and pay the fill and
+    drain of the pipeline again. The count divides num_microbatches, so one schedule serves all passes.
+    """
+    if limit is None or num_microbatches <= limit:
+        return [(0, num_microbatches)]
+    count = max(size for size in range(1, limit + 1) if num_microbatches % size == 0)
+    return [(first, count) for first in range(0, num_microbatches, count)]

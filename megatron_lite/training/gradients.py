@@ -1,0 +1,83 @@
+"""The gradient norm of the whole model, and clipping by it.
+
+The same number on every rank and in every layout: squares are summed over the pieces that this rank owns and
+then over every axis that cuts the parameters (dp_shard, cp, tp, pp). A parameter that tensor ranks replicate,
+and a tied weight that two stages hold, count once.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.mesh import ParallelMesh
+
+CLIP_EPSILON = 1e-6  # Megatron's: coefficient = clip / (norm + 1e-6)
+
+
+def counted_parameters(chunks: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+    """(global name, parameter) of every parameter that my chunks own; copies of tied weights are left out."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_global_parameters():
+            if not (chunk.has_tied_copy and parameter is chunk.lm_head.weight):
+                yield name, parameter
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The piece of a (possibly distributed) tensor that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:
+    """How many tensor-parallel ranks hold this same piece."""
+    if not isinstance(tensor, DTensor) or "tp" not in tensor.device_mesh.mesh_dim_names:
+        return mesh.size("tp")
+    axis = tensor.device_mesh.mesh_dim_names.index("tp")
+    return mesh.size("tp") if tensor.placements[axis].is_replicate() else 1
+
+
+@torch.no_grad()
+def sum_over_model(values: Iterable[tuple[torch.Tensor, torch.Tensor]], mesh: ParallelMesh) -> torch.Tensor:
+    """Sum (tensor it belongs to, its value) pairs over my pieces and over all ranks; scalar fp32, on my device."""
+    total = torch.zeros((), device=mesh.device)
+    for tensor, value in values:
+        total += value.to(mesh.device) / replication(tensor, mesh)
+    return mesh.sum_over(total, "dp_shard", "cp", "tp", "pp")
+
+
+@torch.no_grad()
+def gradient_norm(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
+    """L2 norm of the gradient of the whole model, scalar fp32."""
+    gradients = [p.grad for _, p in counted_parameters(chunks) if p.grad is not None]
+    norms = torch._foreach_norm([local_part(g).float() for g in gradients])
+    return sum_over_model(((g, n.square()) for g, n in zip(gradients, norms)), mesh).sqrt()
+
+
+@torch.no_grad()
+def parameter_norm(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
+    """L2 norm of all parameters, scalar fp32."""
+    parameters = [p for _, p in counted_parameters(chunks)]
+    norms = torch._foreach_norm([local_part(p) for p in parameters])
+    return sum_over_model(((p, n.square()) for p, n in zip(parameters, norms)), mesh).sqrt()
+
+
+@torch.no_grad()
+def count_zeros(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
+    """How many elements of the gradient are zero, scalar fp32."""
+    gradients = [p.grad for _, p in counted_parameters(chunks) if p.grad is not None]
+    return sum_over_model(((g, (local_part(g) == 0).sum().float()) for g in gradients), mesh)
+
+
+@torch.no_grad()
+def scale_gradients(chunks: list[nn.Module], factor: float) -> None:
+    """Multiply every gradient in place."""
+    pieces = [local_part(p.grad) for chunk in chunks for p in chunk.parameters() if p.grad is not None]
+    if pieces:
+        torch._foreach_mul_(pieces, factor)
+
+
+def clip_gradients(chunks: list[nn.Module], norm: float, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most max_norm (0 = no clipping)."""
+    if max_norm > 0 and norm > max_norm:
+        scale_gradients(chunks, max_norm / (norm + CLIP_EPSILON))

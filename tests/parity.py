@@ -1,0 +1,216 @@
+"""Train a tiny model in some layout, and the same model in a bare one-process loop: the two sides of a parity test.
+
+The bare side uses none of the code under test but the model: no mesh, pipeline, FSDP, clipping or loss code.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megatron_lite.mesh import build_mesh
+from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.parallel.parallelize import build_chunks
+from megatron_lite.parallel.partition import plan_from_config, stages_of_rank
+from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.training.gradients import clip_gradients, gradient_norm
+from megatron_lite.training.optimizer import build_optimizer, set_schedule
+
+VOCAB, SEQ_LENGTH, SEED = 59, 16, 1234
+MODEL = ModelConfig(
+    num_layers=8,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=8,
+    max_position_embeddings=SEQ_LENGTH,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    # Larger than usual: with 0.02 the gradients of so small a model drown in rounding.
+    init_method_std=0.3,
+    vocab_size=VOCAB,
+    make_vocab_size_divisible_by=64,
+    padded_vocab_size=64,
+)
+
+
+@dataclass
+class Outcome:
+    """Per step: loss per token, gradient norm before clipping; after the first step: gradients by global name."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+def make_config(
+    pp=1,
+    chunks=1,
+    dp=1,
+    microbatches=4,
+    schedule=None,
+    model=None,
+    micro_batch_size=1,
+    tp=1,
+    cp=1,
+    **parallel,
+) -> Config:
+    """A resolved config of the tiny model for a layout; global batch = microbatches * micro_batch_size * dp."""
+    schedule = schedule or ("interleaved-1f1b" if chunks > 1 else "1f1b")
+    return Config(
+        model=replace(MODEL, **(model or {})),
+        parallel=ParallelConfig(
+            world_size=pp * dp * tp * cp,
+            pipeline_model_parallel_size=pp,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            num_virtual_stages_per_pipeline_rank=chunks,
+            pipeline_schedule=schedule,
+            distributed_timeout_minutes=2,
+            **parallel,
+        ),
+        data=DataConfig(seq_length=SEQ_LENGTH),
+        training=TrainingConfig(
+            micro_batch_size=micro_batch_size,
+            global_batch_size=microbatches * micro_batch_size * dp,
+            train_iters=3,
+            seed=SEED,
+        ),
+        optimizer=OptimizerConfig(lr=0.01, clip_grad=1.0, adam_beta2=0.95),
+    )
+
+
+def make_batches(global_batch_size: int, steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Random global batches; label -100 on an uneven number of tokens per sample, one sample wholly masked."""
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for _ in range(steps):
+        tokens = torch.randint(0, VOCAB, (global_batch_size, SEQ_LENGTH), generator=generator)
+        labels = torch.randint(0, VOCAB, (global_batch_size, SEQ_LENGTH), generator=generator)
+        kept = torch.rand(global_batch_size, 1, generator=generator)
+        labels[torch.rand(labels.shape, generator=generator) > kept] = -100
+        labels[-1] = -100
+        batches.append({"tokens": tokens, "labels": labels})
+    return batches
+
+
+def my_part(batch: dict[str, torch.Tensor], config: Config, mesh) -> dict[str, torch.Tensor]:
+    """Megatron's assignment: microbatch j gives data-parallel rank r the r-th run of micro_batch_size samples."""
+    size, ranks = config.training.micro_batch_size, mesh.data_parallel_size
+    pick = torch.arange(config.training.global_batch_size).view(-1, ranks, size)[:, mesh.data_parallel_rank]
+    return {key: tensor[pick.flatten()] for key, tensor in batch.items()}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor on every rank of its mesh, as a copy."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:
+    """Run on every rank of the layout (a top-level function for run_ranks)."""
+    torch.manual_seed(0)
+    mesh = build_mesh(config, torch.device("cpu"))
+    plans = plan_from_config(config)
+
+    def build(stage):
+        return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
+
+    chunks = build_chunks(config, stages_of_rank(plans, mesh.rank("pp")), mesh, build)
+    pipeline = Pipeline(config, plans, chunks, mesh)
+    optimizer = build_optimizer(chunks, config.optimizer)
+    outcome = Outcome([], [], {})
+    num_microbatches = config.training.global_batch_size // (
+        config.training.micro_batch_size * mesh.data_parallel_size
+    )
+    for batch in batches:
+        tokens = int((batch["labels"] != -100).sum())
+        loss_sum = pipeline.train_step(my_part(batch, config, mesh), num_microbatches, 1 / tokens)
+        if mesh.rank("tp") == 0:
+            dist.all_reduce(mesh.sum_over(loss_sum, "pp"), group=mesh.token_group)
+        outcome.losses.append(loss_sum.item() / tokens)
+        outcome.norms.append(gradient_norm(chunks, mesh).item())
+        if not outcome.gradients:
+            for chunk in chunks:
+                for name, parameter in chunk.named_global_parameters():
+                    outcome.gradients[name] = full(parameter.grad)
+        clip_gradients(chunks, outcome.norms[-1], config.optimizer.clip_grad)
+        set_schedule(optimizer, lambda decoupled: 0.01, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome
+
+
+def initial_whole_model(config: Config) -> GPTChunk:
+    """The whole model in one process with the initial weights by name."""
+    model = GPTChunk(config.model, range(config.model.num_layers))
+    with torch.no_grad():
+        for name, parameter in model.named_global_parameters():
+            rows = torch.arange(parameter.shape[0])
+            parameter.copy_(model.initial_rows(name, tuple(parameter.shape), rows, config.training.seed))
+    return model
+
+
+def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:
+    """The judge: one process, plain autograd over the whole global batch, torch's own clip and AdamW."""
+    model = initial_whole_model(config)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
+    outcome = Outcome([], [], {})
+    for batch in batches:
+        extra = {key: t for key, t in batch.items() if key not in ("tokens", "labels")}
+        logits = model(batch["tokens"], **extra)[..., : config.model.vocab_size]
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten()
+        )  # the mean over unmasked tokens
+        loss.backward()
+        if not outcome.gradients:
+            outcome.gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        outcome.losses.append(loss.item())
+        outcome.norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome
+
+
+def assert_equal_outcomes(ranks: list[Outcome], judge: Outcome, tolerance: float = 1e-5) -> None:
+    """Every rank's losses and norms, and every parameter's gradient, equal the judge's within the tolerance."""
+    seen = {}
+    for outcome in ranks:
+        torch.testing.assert_close(outcome.losses, judge.losses, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(outcome.norms, judge.norms, rtol=tolerance, atol=tolerance)
+        seen.update(outcome.gradients)
+    assert sorted(seen) == sorted(judge.gradients)
+    for name, gradient in judge.gradients.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(
+            seen[name],
+            gradient,
+            rtol=tolerance,
+            atol=tolerance * max(scale, 1e-3),
+            msg=lambda m: f"{name}: {m}",
+        )
