@@ -53,11 +53,15 @@ MODEL = ModelConfig(
 
 @dataclass
 class Outcome:
-    """Per step: loss per token, gradient norm before clipping; after the first step: gradients by global name."""
+    """Per step: loss per token, gradient norm before clipping; after the first step: gradients by global name.
+
+    After the last step: the loss of the first batch, forward only.
+    """
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, torch.Tensor]
+    evaluation: float = 0.0
 
 
 def make_config(
@@ -143,9 +147,7 @@ def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> O
     for batch in batches:
         tokens = int((batch["labels"] != -100).sum())
         loss_sum = pipeline.train_step(my_part(batch, config, mesh), num_microbatches, 1 / tokens)
-        if mesh.rank("tp") == 0:
-            dist.all_reduce(mesh.sum_over(loss_sum, "pp"), group=mesh.token_group)
-        outcome.losses.append(loss_sum.item() / tokens)
+        outcome.losses.append(per_token(loss_sum, tokens, mesh))
         outcome.norms.append(gradient_norm(chunks, mesh).item())
         if not outcome.gradients:
             for chunk in chunks:
@@ -155,7 +157,17 @@ def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> O
         set_schedule(optimizer, lambda decoupled: 0.01, 0.1)
         optimizer.step()
         optimizer.zero_grad()
+    pipeline.set_training(False)
+    tokens = int((batches[0]["labels"] != -100).sum())
+    loss_sum = pipeline.eval_step(my_part(batches[0], config, mesh), num_microbatches)
+    outcome.evaluation = per_token(loss_sum, tokens, mesh)
     return outcome
+
+
+def per_token(loss_sum: torch.Tensor, tokens: int, mesh) -> float:
+    """The loss per token of the global batch, from each rank's own sum; the same on every rank."""
+    dist.all_reduce(mesh.sum_over(loss_sum, "pp"), group=mesh.token_group)
+    return loss_sum.item() / tokens
 
 
 def initial_whole_model(config: Config) -> GPTChunk:
@@ -181,11 +193,7 @@ def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcom
     )
     outcome = Outcome([], [], {})
     for batch in batches:
-        extra = {key: t for key, t in batch.items() if key not in ("tokens", "labels")}
-        logits = model(batch["tokens"], **extra)[..., : config.model.vocab_size]
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten()
-        )  # the mean over unmasked tokens
+        loss = bare_loss(model, batch)
         loss.backward()
         if not outcome.gradients:
             outcome.gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -194,7 +202,16 @@ def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcom
         outcome.norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():
+        outcome.evaluation = bare_loss(model, batches[0]).item()
     return outcome
+
+
+def bare_loss(model: GPTChunk, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean cross-entropy over the unmasked tokens of the whole batch."""
+    extra = {key: t for key, t in batch.items() if key not in ("tokens", "labels")}
+    logits = model(batch["tokens"], **extra)[..., : model.config.vocab_size]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def assert_equal_outcomes(ranks: list[Outcome], judge: Outcome, tolerance: float = 1e-5) -> None:
@@ -203,6 +220,7 @@ def assert_equal_outcomes(ranks: list[Outcome], judge: Outcome, tolerance: float
     for outcome in ranks:
         torch.testing.assert_close(outcome.losses, judge.losses, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(outcome.norms, judge.norms, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(outcome.evaluation, judge.evaluation, rtol=tolerance, atol=tolerance)
         seen.update(outcome.gradients)
     assert sorted(seen) == sorted(judge.gradients)
     for name, gradient in judge.gradients.items():
@@ -212,5 +230,5 @@ def assert_equal_outcomes(ranks: list[Outcome], judge: Outcome, tolerance: float
             gradient,
             rtol=tolerance,
             atol=tolerance * max(scale, 1e-3),
-            msg=lambda m: f"{name}: {m}",
+            msg=lambda m, name=name: f"{name}: {m}",
         )

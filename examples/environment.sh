@@ -1,0 +1,22 @@
+# Sourced by the scripts: a Python environment with requirements.txt in it.
+# Uses the active virtual environment, else makes .venv at the top of the repository. PYTHON=... chooses another Python.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+if [[ -z "${VIRTUAL_ENV:-}" ]]; then
+    if [[ ! -x "$ROOT/.venv/bin/python" ]]; then
+        BASE="${PYTHON:-$(command -v python3.11 || command -v python3)}"
+        echo "+ $BASE -m venv .venv"
+        "$BASE" -m venv "$ROOT/.venv"
+    fi
+    source "$ROOT/.venv/bin/activate"
+fi
+
+# Installed once per content of requirements.txt and environment.
+WANTED="$(cksum < "$ROOT/requirements.txt")"
+STAMP="$VIRTUAL_ENV/.megatron_lite_requirements"
+if [[ "$(cat "$STAMP" 2>/dev/null)" != "$WANTED" ]]; then
+    echo "+ pip install -r requirements.txt   (into $VIRTUAL_ENV)"
+    python -m pip install --quiet --disable-pip-version-check -r "$ROOT/requirements.txt"
+    echo "$WANTED" > "$STAMP"
+fi

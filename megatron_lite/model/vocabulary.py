@@ -1,0 +1,40 @@
+"""The vocabulary's true and padded size. Imports no torch."""
+
+from dataclasses import replace
+
+from megatron_lite.config import Config, ConfigError, ModelConfig
+
+
+def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
+    """The rows of the embedding for a true vocabulary of vocab_size tokens.
+
+    The true size rounded up to a multiple of --make-vocab-size-divisible-by. Unlike Megatron's it does not depend
+    on the tensor parallel size, so a checkpoint fits every layout; padded rows never take part in the loss.
+    """
+    if model.padded_vocab_size is not None:
+        if model.padded_vocab_size < vocab_size:
+            raise ConfigError(
+                f"--padded-vocab-size is {model.padded_vocab_size:,}, wanted at least the vocabulary's {vocab_size:,}"
+            )
+        return model.padded_vocab_size
+    multiple = model.make_vocab_size_divisible_by
+    return -(-vocab_size // multiple) * multiple
+
+
+def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
+    """The config with vocab_size (true) and padded_vocab_size filled in.
+
+    --vocab-size may ask for more rows than the tokenizer has tokens, never for fewer.
+
+    Raises:
+        ConfigError: for a padded size that is too small or that the tensor ranks cannot share equally.
+    """
+    vocab_size = max(tokenizer_size, config.model.vocab_size or 0)
+    padded = padded_vocabulary(config.model, vocab_size)
+    tensor_size = config.parallel.tensor_model_parallel_size
+    if padded % tensor_size:
+        raise ConfigError(
+            f"the padded vocabulary {padded:,} does not divide by --tensor-model-parallel-size {tensor_size}: "
+            f"choose --make-vocab-size-divisible-by as a multiple of it"
+        )
+    return replace(config, model=replace(config.model, vocab_size=vocab_size, padded_vocab_size=padded))

@@ -1,0 +1,213 @@
+"""The training loop: step, log, evaluate, save, stop."""
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config import Config
+from megatron_lite.data.loader import Loader
+from megatron_lite.mesh import ParallelMesh
+from megatron_lite.parallel.pipeline import Batch, Pipeline
+from megatron_lite.training.batch_size import BatchSchedule
+from megatron_lite.training.evaluate import Evaluator, count_tokens, sum_loss
+from megatron_lite.training.gradients import clip_gradients, count_zeros, gradient_norm, parameter_norm
+from megatron_lite.training.lr_schedule import Schedule
+from megatron_lite.training.metrics import Metrics, StepResult
+from megatron_lite.training.optimizer import set_schedule
+from megatron_lite.training.resume import checkpoint_tensors
+from megatron_lite.training.signals import StopWatch
+from megatron_lite.training.state import TrainState, random_state
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row gave a loss or gradient that is not finite."""
+
+
+@dataclass
+class Trainer:
+    """Everything a run is made of, wired by pretrain_gpt.py; `run` trains to the end or to an early stop."""
+
+    config: Config
+    mesh: ParallelMesh
+    chunks: list[nn.Module]
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    batches: BatchSchedule
+    loader: Loader
+    validation: Evaluator | None
+    checkpointer: Checkpointer
+    metrics: Metrics
+    stop: StopWatch
+    state: TrainState
+    on_step: Callable[[int], None] = lambda iteration: None
+    _nonfinite_in_a_row: int = 0
+    _saved_iteration: int | None = field(default=None, init=False)
+
+    def run(self) -> str | None:
+        """Train until the last step. Returns why it stopped early, or None when all steps are done.
+
+        Raises:
+            NonFiniteError: after --max-consecutive-nonfinite skipped steps; the last good state is saved first.
+        """
+        self._saved_iteration = self.state.iteration if self.state.iteration else None
+        reason = None
+        if self.config.training.manual_gc:
+            gc.disable()
+        while reason is None and self.state.iteration < self.batches.total_iterations:
+            result = self.step()
+            self.metrics.step(result, self.state)
+            self.on_step(self.state.iteration)
+            self.checkpointer.poll()
+            self._give_up_if_nonfinite(result)
+            reason = self._evaluate_if_due() or self.stop.due(self.state.iteration)
+            if self._save_is_due():
+                self.save()
+            self._collect_garbage()
+        if self.config.checkpoint.save and self._saved_iteration != self.state.iteration:
+            self.save()
+        return reason
+
+    def step(self) -> StepResult:
+        """One optimizer step over one global batch; advances the state."""
+        state, started = self.state, time.perf_counter()
+        batch_size = self.batches.global_batch_size(state.consumed_samples)
+        microbatches = self.batches.num_microbatches(state.consumed_samples)
+        batch = self.loader.next_batch(batch_size)
+        waited = time.perf_counter() - started
+        if state.iteration in self.config.training.iterations_to_skip:
+            return self._skip(batch_size, started)
+        loss, norm = self._forward_backward(batch, microbatches)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        extras = self._extras()
+        if finite:
+            clip_gradients(self.chunks, norm, self.config.optimizer.clip_grad)
+            at = state.schedule_samples
+            set_schedule(
+                self.optimizer,
+                lambda decoupled: self.schedule.learning_rate(at, decoupled),
+                self.schedule.weight_decay(at),
+            )
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._advance(batch_size, trained=finite)
+        self._note_nonfinite(finite, batch_size, loss, norm)
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=self.schedule.learning_rate(state.schedule_samples),
+            global_batch_size=batch_size,
+            tokens=batch_size * self.config.data.seq_length,
+            seconds=time.perf_counter() - started,
+            data_seconds=waited,
+            skipped=not finite,
+            nonfinite=not finite,
+            extras=extras,
+        )
+
+    def _forward_backward(self, batch: Batch, microbatches: int) -> tuple[float, float]:
+        """(mean token loss, gradient norm) of the global batch; gradients are ready, summed over all ranks."""
+        tokens = count_tokens(batch, self.mesh).clamp(min=1)
+        loss_sum = sum_loss(self.pipeline.train_step(batch, microbatches, 1.0 / tokens), self.mesh)
+        norm = gradient_norm(self.chunks, self.mesh)
+        # The one point of a step where the host waits for the device.
+        loss, norm = torch.stack([loss_sum.float() / tokens, norm]).tolist()
+        return loss, norm
+
+    def _extras(self) -> dict[str, float]:
+        logging = self.config.logging
+        due = (self.state.iteration + 1) % logging.log_interval == 0
+        extras = {}
+        if logging.log_num_zeros_in_grad and due:
+            extras["num-zeros"] = count_zeros(self.chunks, self.mesh).item()
+        if logging.log_params_norm and due:
+            extras["params-norm"] = parameter_norm(self.chunks, self.mesh).item()
+        return extras
+
+    def _advance(self, batch_size: int, trained: bool) -> None:
+        state = self.state
+        state.iteration += 1
+        state.consumed_samples += batch_size
+        state.consumed_tokens += batch_size * self.config.data.seq_length
+        state.schedule_samples += batch_size if trained else 0
+        state.skipped_iterations += 0 if trained else 1
+
+    def _skip(self, batch_size: int, started: float) -> StepResult:
+        """--iterations-to-skip: the batch counts as consumed, the weights stay."""
+        self._advance(batch_size, trained=False)
+        rate = self.schedule.learning_rate(self.state.schedule_samples)
+        seconds = time.perf_counter() - started
+        return StepResult(math.nan, 0.0, rate, batch_size, 0, seconds, skipped=True, nonfinite=True)
+
+    def _note_nonfinite(self, finite: bool, batch_size: int, loss: float, norm: float) -> None:
+        if finite:
+            self._nonfinite_in_a_row = 0
+            return
+        self._nonfinite_in_a_row += 1
+        self.state.nan_iterations += 1
+        last = self.state.consumed_samples
+        self.metrics.note(
+            f"warning: iteration {self.state.iteration} skipped: loss {loss}, gradient norm {norm}; its samples are "
+            f"{last - batch_size:,} to {last - 1:,} in data order"
+        )
+
+    def _give_up_if_nonfinite(self, result: StepResult) -> None:
+        limit = self.config.training.max_consecutive_nonfinite
+        if self.config.training.no_check_for_nan_in_loss_and_grad or self._nonfinite_in_a_row < limit:
+            return
+        if self.config.checkpoint.save:
+            self.save()  # skipped steps left the weights as the last good step made them
+            self.checkpointer.close()
+        raise NonFiniteError(
+            f"{self._nonfinite_in_a_row} steps in a row up to iteration {self.state.iteration} had a loss or gradient "
+            f"that is not finite (last loss {result.loss}); --max-consecutive-nonfinite is {limit}"
+        )
+
+    def _evaluate_if_due(self) -> str | None:
+        """Validate every --eval-interval steps; returns the reason when it was asked to stop on the way."""
+        interval = self.config.evaluation.eval_interval
+        if self.validation is None or not interval or self.state.iteration % interval:
+            return None
+        losses = self.validation.losses(self.state.iteration // interval - 1)
+        if losses is None:
+            return self.stop.asked() or "asked to stop during validation"
+        self.metrics.evaluation(losses, "validation", self.state, total_only=len(losses) == 1)
+        return None
+
+    def _save_is_due(self) -> bool:
+        checkpoint = self.config.checkpoint
+        return bool(
+            checkpoint.save
+            and checkpoint.save_interval
+            and self.state.iteration % checkpoint.save_interval == 0
+            and self._saved_iteration != self.state.iteration
+        )
+
+    def save(self) -> None:
+        """Save a checkpoint of this step."""
+        config = self.config.checkpoint
+        started = time.perf_counter()
+        rank_state = {} if config.no_save_rng else random_state(self.mesh.device)
+        tensors = checkpoint_tensors(self.chunks, None if config.no_save_optim else self.optimizer)
+        train_state = self.state.to_dict() | {"schedule": self.schedule.to_dict()}
+        self.checkpointer.save(self.state.iteration, tensors, train_state, rank_state)
+        self._saved_iteration = self.state.iteration
+        how = "writing in the background" if config.async_save else "saved"
+        self.metrics.note(
+            f"checkpoint of iteration {self.state.iteration} {how} in {config.save} "
+            f"({time.perf_counter() - started:.2f} s)"
+        )
+
+    def _collect_garbage(self) -> None:
+        training = self.config.training
+        interval = training.manual_gc_interval
+        if training.manual_gc and interval and self.state.iteration % interval == 0:
+            gc.collect()
+        if training.empty_unused_memory_level and self.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()

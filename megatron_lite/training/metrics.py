@@ -1,0 +1,188 @@
+"""What a run tells: Megatron's log line and metric names, and the records that the trackers get."""
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.training.evaluate import Evaluator
+from megatron_lite.training.flops import flops_per_step, peak_flops
+from megatron_lite.training.state import TrainState
+from megatron_lite.training.trackers import Tracker
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step, the same on every rank.
+
+    loss: mean over the unmasked tokens; grad_norm before clipping; skipped: the weights were not changed;
+    data_seconds: how long this rank waited for data.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    global_batch_size: int
+    tokens: int
+    seconds: float
+    data_seconds: float = 0.0
+    skipped: bool = False
+    nonfinite: bool = False
+    loss_scale: float = 1.0
+    extras: dict[str, float] = field(default_factory=dict)
+
+
+class Metrics:
+    """Prints Megatron's line every --log-interval steps, and hands each step's record to the trackers.
+
+    Only rank 0 prints and tracks: the values are reduced over all ranks before they come here.
+    """
+
+    def __init__(
+        self, config: Config, device: torch.device, world_size: int, total_iterations: int, tracker: Tracker
+    ) -> None:
+        """tracker: a no-op one on every rank but 0."""
+        self._config = config
+        self._device = device
+        self._world_size = world_size
+        self._total = total_iterations
+        self._tracker = tracker
+        self._steps: list[StepResult] = []
+        self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._largest_loss = 0.0
+        self._largest_norm = 0.0
+
+    def step(self, result: StepResult, state: TrainState) -> None:
+        """Take one step in; print and track when the interval is full."""
+        self._warn_if_large(result, state)
+        self._steps.append(result)
+        state.flops += flops_per_step(self._config, result.global_batch_size)
+        if state.iteration % self._config.logging.tensorboard_log_interval == 0:
+            self._tracker.track(self._record([result], state), state.iteration)
+        if state.iteration % self._config.logging.log_interval == 0 or state.iteration == self._total:
+            self._tracker.say(self.line(self._record(self._steps, state), state))
+            self._steps.clear()
+
+    def _record(self, steps: list[StepResult], state: TrainState) -> dict[str, Any]:
+        last = steps[-1]
+        trained = [step for step in steps if not step.nonfinite] or steps
+        seconds = sum(step.seconds for step in steps) / len(steps)
+        flops = sum(flops_per_step(self._config, step.global_batch_size) for step in steps) / len(steps)
+        per_device = flops / seconds / self._world_size
+        record = {
+            "iteration": state.iteration,
+            "consumed-samples": state.consumed_samples,
+            "consumed-tokens": state.consumed_tokens,
+            "lm loss": sum(step.loss for step in trained) / len(trained),
+            "grad-norm": last.grad_norm,
+            "learning-rate": last.learning_rate,
+            "batch-size": last.global_batch_size,
+            "loss-scale": last.loss_scale,
+            "iteration-time": seconds,
+            "data-wait-time": sum(step.data_seconds for step in steps) / len(steps),
+            "tokens-per-second": sum(step.tokens for step in steps) / (seconds * len(steps)),
+            "throughput": per_device / 1e12,
+            "mfu": per_device / self._peak if self._peak else None,
+            "memory-bytes": self._memory(),
+            "skipped-iterations": state.skipped_iterations,
+            "nan-iterations": state.nan_iterations,
+            "eta-seconds": (self._total - state.iteration) * seconds,
+        }
+        return record | last.extras
+
+    def _memory(self) -> int:
+        """Peak bytes: allocated on the GPU, or resident in this process on the CPU."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def line(self, record: dict[str, Any], state: TrainState) -> str:
+        """Megatron's line with tokens/s and ETA added; the learning rate is the next step's, as it is there."""
+        parts = [
+            f"{_stamp()} iteration {state.iteration:8d}/{self._total:8d}",
+            f"consumed samples: {state.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {1000 * record['iteration-time']:.1f}",
+        ]
+        if self._config.logging.log_throughput:
+            parts.append(f"throughput per GPU (TFLOP/s/GPU): {record['throughput']:.3g}")
+            if record["mfu"] is not None:
+                parts.append(f"MFU: {100 * record['mfu']:.1f}%")
+        parts += [
+            f"tokens/s: {record['tokens-per-second']:,.0f}",
+            f"ETA: {_duration(record['eta-seconds'])}",
+            f"learning rate: {record['learning-rate']:.6E}",
+            f"global batch size: {record['batch-size']:5d}",
+            f"lm loss: {record['lm loss']:.6E}",
+            f"loss scale: {record['loss-scale']:.1f}",
+            f"grad norm: {record['grad-norm']:.3f}",
+        ]
+        if "num-zeros" in record:
+            parts.append(f"num zeros: {record['num-zeros']:.0f}")
+        if "params-norm" in record:
+            parts.append(f"params norm: {record['params-norm']:.3f}")
+        parts += [
+            f"number of skipped iterations: {state.skipped_iterations:3d}",
+            f"number of nan iterations: {state.nan_iterations:3d}",
+        ]
+        return " | ".join(parts) + " |"
+
+    def evaluation(self, losses: dict[str, float], kind: str, state: TrainState, total_only: bool) -> None:
+        """Print and track the losses of one evaluation (kind: validation or test)."""
+        record: dict[str, Any] = {"iteration": state.iteration, "consumed-samples": state.consumed_samples}
+        for name, loss in losses.items():
+            perplexity = math.exp(min(20.0, loss))  # capped as in Megatron
+            which = f"{kind} loss" if total_only else f"{kind} loss on {name}"
+            self._tracker.say(
+                f"{_stamp()} {which} at iteration {state.iteration} | lm loss value: {loss:.6E} | "
+                f"lm loss PPL: {perplexity:.6E} |"
+            )
+            suffix = kind if total_only else f"{kind} {name}"
+            record[f"lm loss {suffix}"] = loss
+            if self._config.logging.log_validation_ppl_to_tensorboard:
+                record[f"lm loss {suffix} ppl"] = perplexity
+        self._tracker.track(record, state.iteration)
+
+    def final_evaluation(self, evaluator: Evaluator, kind: str, state: TrainState) -> None:
+        """Evaluate once more when all steps are done; the run is then told, not stopped."""
+        interval = self._config.evaluation.eval_interval
+        losses = evaluator.losses(state.iteration // interval if interval and kind == "validation" else 0)
+        if losses is not None:
+            self.evaluation(losses, kind, state, total_only=len(losses) == 1)
+
+    def note(self, text: str) -> None:
+        """A line of the log that is no metric."""
+        self._tracker.say(f"{_stamp()} {text}")
+
+    def _warn_if_large(self, result: StepResult, state: TrainState) -> None:
+        """--check-for-spiky-loss and --check-for-large-grads: ten times the largest value so far, as in Megatron."""
+        training = self._config.training
+        if result.nonfinite:
+            return
+        for wanted, name, value, largest in (
+            (training.check_for_spiky_loss, "loss", result.loss, self._largest_loss),
+            (training.check_for_large_grads, "gradient norm", result.grad_norm, self._largest_norm),
+        ):
+            if wanted and 0 < 10 * largest < value:
+                self.note(
+                    f"warning: {name} {value:.4g} at iteration {state.iteration} is more than ten times the largest "
+                    f"before ({largest:.4g}); samples {state.consumed_samples - result.global_batch_size:,} to "
+                    f"{state.consumed_samples - 1:,} in data order"
+                )
+        self._largest_loss = max(self._largest_loss, result.loss)
+        self._largest_norm = max(self._largest_norm, result.grad_norm)
+
+
+def _stamp() -> str:
+    return time.strftime("[%Y-%m-%d %H:%M:%S]")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

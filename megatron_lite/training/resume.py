@@ -1,0 +1,95 @@
+"""From a checkpoint to a run that goes on: what is read, what is left, and one line about each choice."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megatron_lite.checkpoint import Found, check_resumable
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config import Config
+from megatron_lite.mesh import ParallelMesh
+from megatron_lite.training.gradients import counted_parameters
+from megatron_lite.training.lr_schedule import Schedule, resumed_schedule
+from megatron_lite.training.optimizer import named_state
+from megatron_lite.training.state import TrainState, restore_random_state
+
+Say = Callable[[str], None]
+
+
+def checkpoint_tensors(
+    chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
+    """{global name: tensor} of my chunks' weights and optimizer state. A tied weight's copy is left out."""
+    tensors = {name: parameter.data for name, parameter in counted_parameters(chunks)}
+    if optimizer is not None:
+        tensors |= dict(named_state(chunks, optimizer))
+    return tensors
+
+
+def tied_copies(chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """The same for the copies: they read what the first stage's weight reads."""
+    copies = [chunk for chunk in chunks if chunk.has_tied_copy]
+    tensors = {
+        name: parameter.data
+        for chunk in copies
+        for name, parameter in chunk.named_global_parameters()
+        if parameter is chunk.lm_head.weight
+    }
+    if optimizer is not None:
+        states = dict(named_state(copies, optimizer))
+        tensors |= {key: tensor for key, tensor in states.items() if key.endswith(tuple(tensors))}
+    return tensors
+
+
+def resume(
+    config: Config,
+    checkpointer: Checkpointer,
+    chunks: list[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    mesh: ParallelMesh,
+    say: Say,
+) -> tuple[TrainState, Schedule]:
+    """Load what --load, --finetune, --pretrained-checkpoint and their kin ask for, or start afresh.
+
+    Raises:
+        ConfigError: a checkpoint asked for by name is not there, does not fit the flags, or lacks tensors.
+    """
+    found = checkpointer.find()
+    if found is None:
+        if config.checkpoint.load:
+            say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
+        return TrainState(), Schedule.from_config(config)
+    weights_only = config.checkpoint.finetune or found.pretrained
+    check_resumable(config, checkpointer.read_config(found), found, weights_only=weights_only)
+    kept = checkpointer.read_train_state(found)
+    with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
+    _load_tensors(checkpointer, found, chunks, optimizer if with_optimizer else None)
+    if weights_only:
+        say(f"weights from {found.path}; everything else starts at step 0")
+        return TrainState(), Schedule.from_config(config)
+    state = TrainState.from_dict(kept)
+    if not config.checkpoint.no_load_rng:
+        _restore_random(checkpointer, found, mesh, say)
+    say(
+        f"resumed from {found.path}: iteration {state.iteration}, {state.consumed_samples:,} samples consumed"
+    )
+    if not with_optimizer:
+        say("--no-load-optim: the optimizer's state starts at zero, the learning rate goes on where it was")
+    return state, resumed_schedule(config, kept["schedule"])
+
+
+def _load_tensors(
+    checkpointer: Checkpointer, found: Found, chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> None:
+    checkpointer.load(found, checkpoint_tensors(chunks, optimizer))
+    if any(chunk.tied for chunk in chunks):
+        checkpointer.load(found, tied_copies(chunks, optimizer))
+
+
+def _restore_random(checkpointer: Checkpointer, found: Found, mesh: ParallelMesh, say: Say) -> None:
+    kept = checkpointer.load_rank_state(found)
+    if kept is None:
+        say("the layout differs from the checkpoint's: dropout draws other random numbers from here on")
+    elif kept:
+        restore_random_state(kept, mesh.device)

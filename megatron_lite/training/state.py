@@ -1,0 +1,50 @@
+"""Where a run stands: what a checkpoint keeps besides tensors."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+
+@dataclass
+class TrainState:
+    """Counters of the run, the same on every rank.
+
+    consumed_samples advances with every step, schedule_samples (what the learning rate follows) only with steps
+    that changed the weights: a skipped step does not warm up.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    schedule_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    flops: float = 0.0
+    loss_scale: dict[str, float] | None = None
+    wandb_run_id: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> "TrainState":
+        """The reverse of to_dict; keys of other versions are left out."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{key: value for key, value in stored.items() if key in known})
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """This rank's generators, uint8 tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Set this rank's generators to a kept state."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,0 +1,140 @@
+"""Pretrain a GPT model: `torchrun --nproc-per-node N pretrain_gpt.py --flags` (see --help).
+
+The whole story, top to bottom; no feature lives here.
+"""
+
+import sys
+import time
+
+from megatron_lite.arguments import parse_or_exit
+from megatron_lite.checkpoint import stored_config
+from megatron_lite.config import Config
+from megatron_lite.environment import Environment
+from megatron_lite.training.run_report import describe_run
+
+if __name__ == "__main__":  # --help, --check and a wrong flag are answered before torch is imported
+    STARTED = time.monotonic()
+    ENVIRONMENT = Environment.read()
+    CONFIG = parse_or_exit(sys.argv[1:], ENVIRONMENT, stored_config)
+    if CONFIG.command.check:
+        print(describe_run(CONFIG))
+        sys.exit(0)
+
+# ruff: noqa: E402
+import torch.distributed as dist
+
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.data.build import Builder, build_datasets, sample_counts
+from megatron_lite.data.loader import Loader
+from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.distributed import process_group, run_and_exit, seed_everything
+from megatron_lite.mesh import build_mesh, mesh_sizes
+from megatron_lite.model.costs import model_costs
+from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.parallel.parallelize import build_chunks
+from megatron_lite.parallel.partition import StagePlan, describe, plan_from_config, stages_of_rank
+from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.training.batch_size import BatchSchedule
+from megatron_lite.training.evaluate import Evaluator
+from megatron_lite.training.loop import Trainer
+from megatron_lite.training.metrics import Metrics
+from megatron_lite.training.optimizer import build_optimizer
+from megatron_lite.training.profile import profiled
+from megatron_lite.training.resume import resume
+from megatron_lite.training.signals import StopWatch
+from megatron_lite.training.trackers import build_tracker
+
+
+def pretrain(config: Config, environment: Environment, started: float) -> int:
+    """Train from start or checkpoint to the end; returns the exit code."""
+    with process_group(config, environment) as device:
+        mesh = build_mesh(config, device)
+        seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank)
+        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        config = with_vocabulary(config, tokenizer.vocab_size)
+        say = print if environment.rank == 0 else lambda line: None
+        for note in config.notes:
+            say(f"note: {note}")
+        datasets = build_datasets(config, tokenizer, sample_counts(config), node_builder(environment), say)
+
+        def build(stage: StagePlan) -> GPTChunk:
+            return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
+
+        plans = plan_from_config(config)
+        say(describe(plans, model_costs(config.model, config.data.seq_length)))
+        chunks = build_chunks(config, stages_of_rank(plans, mesh.rank("pp")), mesh, build)
+        pipeline = Pipeline(config, plans, chunks, mesh)
+        optimizer = build_optimizer(chunks, config.optimizer)
+
+        checkpointer = Checkpointer(
+            config, mesh.host_group, mesh_sizes(config), mesh.coordinates, tokenizer.files()
+        )
+        state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say)
+        batches = BatchSchedule.from_config(config)
+        if state.iteration >= batches.total_iterations and not config.training.skip_train:
+            say(
+                f"nothing to do: the checkpoint is at iteration {state.iteration} of {batches.total_iterations}"
+            )
+            return 0
+
+        def build_loader(dataset: object, consumed_samples: int) -> Loader:
+            return Loader(
+                dataset, config, mesh.data_parallel_rank, mesh.data_parallel_size, consumed_samples, device
+            )
+
+        stop = StopWatch(config.training, device, started)
+        tracker = build_tracker(config, environment, state.wandb_run_id)
+        state.wandb_run_id = shared(tracker.wandb_run_id)
+        metrics = Metrics(config, device, environment.world_size, batches.total_iterations, tracker)
+        evaluators = {
+            kind: Evaluator(config, pipeline, mesh, sets, build_loader, stop.asked) if sets else None
+            for kind, sets in (("validation", datasets.valid), ("test", datasets.test))
+        }
+        reason = None
+        if not config.training.skip_train:
+            with profiled(config, environment.rank, device) as on_step:
+                trainer = Trainer(
+                    config=config,
+                    mesh=mesh,
+                    chunks=chunks,
+                    pipeline=pipeline,
+                    optimizer=optimizer,
+                    schedule=schedule,
+                    batches=batches,
+                    loader=build_loader(datasets.train, state.consumed_samples),
+                    validation=evaluators["validation"],
+                    checkpointer=checkpointer,
+                    metrics=metrics,
+                    stop=stop,
+                    state=state,
+                    on_step=on_step,
+                )
+                reason = trainer.run()
+                trainer.loader.close()
+        if reason is not None:
+            metrics.note(f"stopped after iteration {state.iteration}: {reason}")
+        for kind, evaluator in evaluators.items():
+            if evaluator is not None and reason is None:
+                metrics.final_evaluation(evaluator, kind, state)
+            if evaluator is not None:
+                evaluator.close()
+        checkpointer.close()
+        tracker.close()
+    return 0
+
+
+def node_builder(environment: Environment) -> Builder:
+    """The first rank of each node builds index arrays, the others wait and read them."""
+    return Builder(is_builder=environment.local_rank == 0, barrier=dist.barrier)
+
+
+def shared(value: str | None) -> str | None:
+    """Rank 0's value on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+if __name__ == "__main__":
+    run_and_exit(lambda: pretrain(CONFIG, ENVIRONMENT, STARTED), ENVIRONMENT)
