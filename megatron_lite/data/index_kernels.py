@@ -64,7 +64,9 @@ def build_document_index(
     return np.concatenate((order, once))
 
 
-def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:  # uint32 | int64 [samples]
+def build_shuffle_index(
+    plan: EpochPlan, random: np.random.RandomState
+) -> np.ndarray:  # uint32 | int64 [samples]
     """The order in which samples are read: a shuffle of all, or of the epochs before the last and of the last."""
     dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(plan.num_samples, dtype=dtype)

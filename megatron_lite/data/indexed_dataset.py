@@ -174,7 +174,9 @@ class IndexedDataset:
         size = int(self.sequence_lengths[index])
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
-            raise IndexError(f"{self.bin_path}: sequence {index} has {size} tokens, not [{offset}:{offset + length}]")
+            raise IndexError(
+                f"{self.bin_path}: sequence {index} has {size} tokens, not [{offset}:{offset + length}]"
+            )
         begin = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
         if self._file < 0:
             return self._tokens[begin : begin + length]
@@ -304,7 +306,9 @@ def _size_of(path: str) -> int:
         hint = ""
         if path.endswith((".bin.idx", ".idx.idx", ".bin.bin", ".idx.bin")):
             hint = "; give the path without .bin or .idx"
-        raise ConfigError(f"{path}: cannot be opened ({error.strerror}), wanted a .bin and .idx pair{hint}") from None
+        raise ConfigError(
+            f"{path}: cannot be opened ({error.strerror}), wanted a .bin and .idx pair{hint}"
+        ) from None
 
 
 def _read_fully(file: int, size: int, offset: int) -> bytes:
