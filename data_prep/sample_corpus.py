@@ -1,0 +1,136 @@
+"""A real corpus that every Python machine has: the standard library's own sources and docstrings, as JSON lines.
+
+    python data_prep/sample_corpus.py --output corpus.jsonl
+
+One document a file: {"text": ..., "path": "json/decoder.py"}; one more for each built-in module, made of its
+docstrings. The order is that of a hash of the name, so that any cut (a validation split, a first half) is a fair
+sample; the same Python gives the same bytes.
+"""
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.config import ConfigError
+from megatron_lite.data.command_line import Parser, number, run
+
+TEST_FOLDERS = {"test", "tests", "idle_test"}
+NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def find_sources(library: Path) -> list[Path]:
+    """The .py files of the standard library below `library`: first all but the tests, then the tests.
+
+    Each of the two parts is ordered by a hash of the relative path.
+    """
+    found = []
+    for path in library.rglob("*.py"):
+        parts = path.relative_to(library).parts
+        if path.is_file() and not NOT_STANDARD & set(parts):
+            name = path.relative_to(library).as_posix()
+            found.append((bool(TEST_FOLDERS & set(parts)), hashlib.sha256(name.encode()).digest(), path))
+    return [path for _, _, path in sorted(found)]
+
+
+def read_source(path: Path) -> str | None:
+    """The text of a source file; None for one that is no UTF-8 (the tests have a few) or has no text."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return text if text.strip() else None
+
+
+def docstrings(module_name: str) -> str:
+    """The docstrings of a built-in module and of what it holds, in the order of the names."""
+    module = importlib.import_module(module_name)
+    texts = []
+    for name in ["", *sorted(vars(module))]:
+        item = vars(module)[name] if name else module
+        text = inspect.getdoc(item) if not name or callable(item) else None
+        if text:
+            texts.append(f"{module_name}.{name}\n\n{text}" if name else f"{module_name}\n\n{text}")
+    return "\n\n\n".join(texts)
+
+
+def documents(library: Path, goal: int) -> Iterator[tuple[str, str]]:
+    """(name, text) of each document; the tests of the library are taken only until `goal` bytes are reached."""
+    written = 0
+    for name in sorted(sys.builtin_module_names):
+        text = docstrings(name)
+        if text:
+            written += len(text.encode())
+            yield f"{name} (docstrings)", text
+    for path in find_sources(library):
+        if written >= goal and TEST_FOLDERS & set(path.relative_to(library).parts):
+            return
+        text = read_source(path)
+        if text is not None:
+            written += len(text.encode())
+            yield path.relative_to(library).as_posix(), text
+
+
+def write_corpus(output: Path, library: Path, goal: int, limit: int | None) -> tuple[int, int]:
+    """Write the corpus; returns (documents, bytes of text).
+
+    Args:
+        goal: bytes of text to reach, by the library's tests where its own modules do not suffice.
+        limit: stop after the document that reaches so many bytes; None = no limit.
+
+    Raises:
+        ConfigError: the library does not hold `goal` bytes.
+    """
+    chosen, size = [], 0
+    for name, text in documents(library, goal):
+        chosen.append((hashlib.sha256(name.encode()).digest(), name, text))
+    chosen.sort()
+    aside = output.with_name(f"{output.name}.tmp-{os.getpid()}")
+    try:
+        count = 0
+        with aside.open("w", encoding="utf-8", newline="\n") as file:
+            for _, name, text in chosen:
+                file.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
+                count, size = count + 1, size + len(text.encode())
+                if limit is not None and size >= limit:
+                    break
+            file.flush()
+            os.fsync(file.fileno())
+        if size < min(goal, limit or goal):
+            raise ConfigError(
+                f"the standard library in '{library}' holds {size / 1e6:.1f} MB of text, "
+                f"wanted --megabytes {goal / 1e6:g}; give a smaller number"
+            )
+        aside.rename(output)
+    finally:
+        aside.unlink(missing_ok=True)
+    return count, size
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse `argv`, write the corpus, say what was written."""
+    parser = Parser("Write the standard library's own sources as a corpus of JSON lines.")
+    parser.add_argument("--output", required=True, type=Path, help="the .jsonl file to write")
+    parser.add_argument(
+        "--megabytes",
+        type=number(0.001, float),
+        help="stop at the document that reaches so much text; without it everything, at least 10 MB",
+    )
+    arguments = parser.parse_args(argv)
+    limit = None if arguments.megabytes is None else int(arguments.megabytes * 1e6)
+    if not arguments.output.parent.is_dir():
+        raise ConfigError(f"--output '{arguments.output}': its folder does not exist")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    count, size = write_corpus(arguments.output, library, limit or 10_000_000, limit)
+    print(f"{arguments.output}: {count:,} documents, {size / 1e6:.2f} MB of text, from {library}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,200 @@
+"""Train a SentencePiece BPE tokenizer on text in any of the forms that preprocess_data.py reads.
+
+    python data_prep/train_tokenizer.py --input corpus.jsonl --output tokenizer.model --vocab-size 4096
+
+What comes out spells every text exactly: nothing is normalised, no space is added or dropped, characters outside
+the vocabulary become bytes. Training sees an evenly spaced sample of the input, so time and memory are bounded
+however large the input is, and the same input gives the same tokenizer, byte for byte.
+"""
+
+import io
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.config import ConfigError
+from megatron_lite.data.command_line import Parser, number, run, write_aside
+from megatron_lite.data.documents import (
+    CHUNK_BYTES,
+    Source,
+    Span,
+    find_files,
+    identify,
+    line_start,
+    read_chunks,
+)
+from megatron_lite.data.records import parse, place
+
+NUM_BASE_PIECES = 3 + 256  # unk, bos, eos and the bytes
+MAX_LINE = 1000  # characters; SentencePiece leaves out what is longer than its limit of bytes
+# Characters with a meaning inside SentencePiece's trainer, which leaves out whole lines that hold them.
+RESERVED = re.compile("[\0\u2581\u2585\t]")
+# A line of text with its end, so that what comes before a line break is learnt too.
+LINE = re.compile(f"[^\n]{{0,{MAX_LINE}}}\n|[^\n]{{1,{MAX_LINE}}}")
+
+
+def sample_spans(source: Source, share: int) -> Iterator[Span]:
+    """Parts of a source to read until `share` bytes are taken: plain JSON lines in evenly spaced pieces, other
+    kinds from the beginning."""
+    if source.kind != "jsonl" or source.compression is not None or share >= source.size:
+        yield Span(source)
+        return
+    pieces = max(1, round(share / CHUNK_BYTES))
+    for piece in range(pieces):
+        start = line_start(source, source.size * piece // pieces)
+        stop = line_start(source, start + share // pieces)
+        if start < stop:
+            yield Span(source, start, stop)
+
+
+def read_sample(
+    sources: Sequence[Source], keys: Sequence[str], size: int, skip_bad: bool
+) -> tuple[list[str], int]:
+    """Texts of about `size` bytes, from each source in proportion to its size on disk, or all there are.
+
+    Returns (texts, number of documents left out as bad). Raises ConfigError at a bad document.
+    """
+    texts, bad_documents, by_path = [], 0, {source.path: source for source in sources}
+    total = sum(source.size for source in sources)
+    credit = 0.0  # bytes due from the sources so far; a source larger than its due makes the next ones wait
+    for source in sources:
+        credit += source.size * min(1.0, size / total) if total else 0
+        for span in sample_spans(source, int(credit)):
+            for chunk in read_chunks(span, keys, 1 << 26) if credit > 0 else ():
+                records = parse(chunk, keys)
+                if records.bad and not skip_bad:
+                    bad = records.bad[0]
+                    where = place(chunk.path, chunk.kind, chunk.offset, bad.line, by_path)
+                    raise ConfigError(
+                        f"{where}: {bad.sentence}; --skip-bad-documents leaves such documents out"
+                    )
+                bad_documents += len(records.bad)
+                texts.extend(text for values in records.texts for text in values if text)
+                credit -= chunk.size
+                if credit <= 0 and total > size:
+                    break
+    return texts, bad_documents
+
+
+def lines(texts: Sequence[str]) -> Iterator[str]:
+    """The texts as the lines that SentencePiece trains on."""
+    for text in texts:
+        for part in RESERVED.split(text):
+            yield from LINE.findall(part)
+
+
+def covered_characters(texts: Sequence[str], vocab_size: int, coverage: float) -> tuple[float, int, int]:
+    """How much of the text the single-character pieces shall cover, when at most half of the pieces may be such.
+
+    Returns (coverage, characters kept, characters seen). A text in many scripts can have more characters than
+    the vocabulary has pieces; the rare ones are spelled by bytes.
+    """
+    counts = Counter()
+    for text in texts:
+        counts.update(text)
+    total, room = sum(counts.values()), (vocab_size - NUM_BASE_PIECES) // 2
+    kept = covered = 0
+    for _, count in counts.most_common(room):
+        if covered >= coverage * total:
+            break
+        kept, covered = kept + 1, covered + count
+    return (covered / total if kept < len(counts) else 1.0), kept, len(counts)
+
+
+def train(texts: Sequence[str], vocab_size: int, coverage: float, special: Sequence[str]) -> bytes:
+    """Train on `texts`; returns the serialized model. The same texts give the same bytes."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines(texts),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,  # a small corpus may not have so many pieces in it
+        character_coverage=coverage,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        control_symbols=list(special),
+        max_sentence_length=1 << 20,  # `lines` has cut them
+        num_threads=1,  # stands in the model file; BPE training uses one anyway
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse `argv`, train, write the model."""
+    arguments = build_parser().parse_args(argv)
+    if not arguments.output.parent.is_dir():
+        raise ConfigError(f"--output '{arguments.output}': its folder does not exist")
+    started = time.perf_counter()
+    sources = [identify(path) for path in find_files(arguments.input)]
+    size = int(arguments.sample_megabytes * 1e6)
+    texts, bad = read_sample(sources, arguments.json_keys, size, arguments.skip_bad_documents)
+    characters = sum(map(len, texts))
+    if not characters:
+        raise ConfigError(f"--input {' '.join(arguments.input)} holds no text, wanted some to train on")
+    coverage, kept, seen = covered_characters(texts, arguments.vocab_size, arguments.character_coverage)
+    try:
+        content = train(texts, arguments.vocab_size, coverage, arguments.special_tokens)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"SentencePiece cannot train --vocab-size {arguments.vocab_size:,}: {error}"
+        ) from None
+    write_aside(arguments.output, content)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=content).GetPieceSize()
+    if pieces < arguments.vocab_size:
+        print(
+            f"note: the text gives {pieces:,} pieces, fewer than --vocab-size {arguments.vocab_size:,}",
+            file=sys.stderr,
+        )
+    print(
+        f"{arguments.output}: {pieces:,} pieces, {kept:,} of {seen:,} characters whole, the rest by bytes; "
+        f"trained on {characters:,} characters of {len(texts):,} documents"
+        f"{f' ({bad:,} bad ones left out)' if bad else ''} in {time.perf_counter() - started:.1f} s"
+    )
+
+
+def build_parser() -> Parser:
+    """The flags of this script."""
+    parser = Parser("Train a SentencePiece BPE tokenizer.")
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders or glob patterns")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of the texts (default: text)")
+    parser.add_argument("--output", type=Path, required=True, help="the .model file to write")
+    parser.add_argument(
+        "--vocab-size",
+        type=number(NUM_BASE_PIECES + 2, int, 1_000_000),
+        default=4096,
+        help="pieces, with 3 special ones and 256 bytes among them (default: 4096)",
+    )
+    parser.add_argument(
+        "--sample-megabytes",
+        type=number(0.001, float),
+        default=50.0,
+        help="train on an evenly spaced sample of so much of the input (default: 50)",
+    )
+    parser.add_argument(
+        "--character-coverage",
+        type=number(0.5, float, 1.0),
+        default=0.9999,
+        help="part of the text whose characters get pieces of their own; rarer ones are bytes (default: 0.9999)",
+    )
+    parser.add_argument(
+        "--special-tokens", nargs="*", default=[], help="further control tokens, never made from text"
+    )
+    parser.add_argument("--skip-bad-documents", action="store_true", help="leave out what cannot be read")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,86 @@
+"""What the data_prep scripts share at their edge: one sentence and exit code 2 for what a user can cause."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_lite.config import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises ConfigError instead of printing its usage, and takes no abbreviated flags."""
+
+    def __init__(self, description: str, **options: Any) -> None:
+        super().__init__(description=description, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class RunError(RuntimeError):
+    """What went wrong though the input was right: a full disk, a killed worker. One sentence, exit code 1."""
+
+
+def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
+    """Call `main(argv)` and leave: 0, or 2 for a ConfigError, 1 for a RunError or a failing disk, 130 for Ctrl-C."""
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        _leave(f"error: {error}", 2)
+    except RunError as error:
+        _leave(f"error: {error}", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
+        _leave("", 1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _leave(f"error: {where}{error.strerror or error}", 1)
+    except KeyboardInterrupt as error:
+        _leave(f"interrupted{': ' + str(error) if str(error) else ''}", 130)
+    sys.exit(0)
+
+
+def _leave(sentence: str, code: int) -> NoReturn:
+    if sentence:
+        print(sentence, file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def number(minimum: float, kind: type = int, maximum: float | None = None) -> Callable[[str], Any]:
+    """An argparse type: a number from `minimum` to `maximum`, else a sentence with the value seen."""
+    limits = f"from {minimum:,} to {maximum:,}" if maximum is not None else f"of at least {minimum:,}"
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not minimum <= value <= (maximum if maximum is not None else float("inf")):
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"is '{text}', wanted {what} {limits}")
+        return value
+
+    return convert
+
+
+def write_aside(path: Path, content: bytes | str | Any) -> None:
+    """Write bytes, text or (anything else) JSON to `path` through a temporary file, synced, then renamed.
+
+    Raises OSError; the temporary file is removed.
+    """
+    if not isinstance(content, bytes | str):
+        content = json.dumps(content, indent=1, sort_keys=True) + "\n"
+    data = content.encode() if isinstance(content, str) else content
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)

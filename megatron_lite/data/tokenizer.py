@@ -1,0 +1,443 @@
+"""Text <-> token ids, one class per family of tokenizer, all read from local files.
+
+What holds for every family:
+- no bos, no eos is added: the caller appends `eod`, one per document;
+- text that spells a special token ("</s>", "<|endoftext|>") stays text: it never becomes that token;
+- a lone surrogate, which some libraries replace silently and others die of, is refused;
+- `vocab_size` is the true size, the largest id + 1; nothing is padded here.
+"""
+
+import base64
+import hashlib
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tiktoken
+import tokenizers
+
+from megatron_lite.config import ConfigError, DataConfig, ModelConfig
+
+TOKENIZER_FLAGS = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+)
+
+# Megatron's two patterns (megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py); v2 is its default.
+TIKTOKEN_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+TIKTOKEN_MAX_VOCAB = 2**17
+
+# Where a tokenizer.json stands alone, nothing in it says which token ends a document.
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
+
+
+class Tokenizer:
+    """What every family offers.
+
+    Attributes:
+        name: the Megatron name of the type and the file it was read from.
+        vocab_size: true vocabulary size, largest id + 1.
+        eod: id that ends a document.
+        special_ids: the ids among bos, eos, unk, pad that this tokenizer has, by these names.
+        fingerprint: hash of everything that decides the ids; two tokenizers with one fingerprint agree.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int
+    special_ids: dict[str, int]
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without bos or eos. Raises ConfigError for a lone surrogate."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, on one core. Raises ConfigError for a lone surrogate."""
+        for text in texts:
+            check_unicode(text)
+        return self._encode_batch(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that `ids` spell."""
+        raise NotImplementedError
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that make this tokenizer: what a converter copies."""
+        raise NotImplementedError
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise NotImplementedError
+
+
+def check_unicode(text: str) -> None:
+    """Raise ConfigError if `text` holds half of a surrogate pair, which no UTF-8 text can."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text holds a lone surrogate \\u{ord(text[error.start]):04x} at character {error.start:,}, "
+            "wanted valid Unicode"
+        ) from None
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece .model file; eod is the model's eos.
+
+    Megatron's SentencePieceTokenizer appends <CLS>, <SEP>, <EOD> and <MASK> to the vocabulary in its legacy form;
+    GPTSentencePieceTokenizer and Llama2Tokenizer end documents with the model's eos, and so do all three names here.
+    """
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self._path = path
+        self._processor = sentencepiece.SentencePieceProcessor()
+        content = path.read_bytes()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+            self.vocab_size = self._processor.GetPieceSize()
+        except (RuntimeError, OSError):
+            self.vocab_size = 0
+        if self.vocab_size == 0:
+            raise ConfigError(f"--tokenizer-model '{path}' is not a SentencePiece model") from None
+        found = {name: getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
+        self.special_ids = {name: number for name, number in found.items() if number >= 0}
+        if "eos" not in self.special_ids:
+            raise ConfigError(
+                f"--tokenizer-model '{path}' has no end-of-sentence piece, wanted one to end documents"
+            )
+        self.name = f"{kind} {path.name}"
+        self.eod = self.special_ids["eos"]
+        self.fingerprint = _hash("sentencepiece", content)
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # One thread: the callers run one process per core.
+        return self._processor.Encode(list(texts), out_type=int, num_threads=1) if texts else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.Decode([int(number) for number in ids])
+
+    def files(self) -> tuple[Path, ...]:
+        return (self._path,)
+
+
+class FastTokenizer(Tokenizer):
+    """What the `tokenizers` library runs: a tokenizer.json, or GPT-2's vocab.json and merges.txt."""
+
+    def __init__(
+        self, name: str, core: tokenizers.Tokenizer, special: dict[str, str], files: Sequence[Path]
+    ) -> None:
+        """`special` gives the text of the tokens among bos, eos, unk and pad; eos must be there."""
+        self._core, self._files = core, tuple(files)
+        vocabulary = core.get_vocab(with_added_tokens=True)
+        self.name = name
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.special_ids = {key: vocabulary[text] for key, text in special.items() if text in vocabulary}
+        self.eod = self.special_ids["eos"]
+        core.no_padding()
+        core.no_truncation()
+        core.encode_special_tokens = True  # text that spells a special token stays text
+        self.fingerprint = _hash(
+            "tokenizers", core.to_str().encode(), str(sorted(self.special_ids.items())).encode()
+        )
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [
+            encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._core.decode([int(number) for number in ids], skip_special_tokens=False)
+
+    def files(self) -> tuple[Path, ...]:
+        return self._files
+
+
+class TikTokenTokenizer(Tokenizer):
+    """Megatron's TikTokenizer: ids 0 .. num_special_tokens-1 are special, the file's tokens follow by rank.
+
+    The file is Megatron's JSON list of {rank, token_bytes (base64), token_str}, or tiktoken's own lines
+    "BASE64 RANK".
+    """
+
+    def __init__(self, path: Path, pattern: str, num_special: int, vocab_size: int | None) -> None:
+        size = vocab_size or TIKTOKEN_MAX_VOCAB
+        special = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
+        if not 3 <= num_special < size:
+            raise ConfigError(
+                f"--tiktoken-num-special-tokens is {num_special:,}, wanted at least 3 (unk, bos, eos) and "
+                f"less than the vocabulary's {size:,}"
+            )
+        special = special[:num_special] + [f"<SPECIAL_{i}>" for i in range(len(special), num_special)]
+        content = path.read_bytes()
+        tokens = _read_tiktoken(path, content)[: size - num_special]
+        if vocab_size is not None and len(tokens) + num_special < vocab_size:
+            raise ConfigError(
+                f"--vocab-size is {vocab_size:,}, but --tokenizer-model '{path}' has {len(tokens):,} tokens and "
+                f"--tiktoken-num-special-tokens adds {num_special:,}"
+            )
+        self._path = path
+        self._core = tiktoken.Encoding(
+            name=path.stem,
+            pat_str=TIKTOKEN_PATTERNS[pattern],
+            mergeable_ranks={token: rank + num_special for rank, token in enumerate(tokens)},
+            special_tokens={text: number for number, text in enumerate(special)},
+        )
+        self.name = f"TikTokenizer {path.name}"
+        self.vocab_size = len(tokens) + num_special
+        self.special_ids = {"unk": 0, "bos": 1, "eos": 2}
+        self.eod = 2
+        self.fingerprint = _hash("tiktoken", content, f"{pattern} {num_special} {self.vocab_size}".encode())
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._core.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._core.decode([int(number) for number in ids])
+
+    def files(self) -> tuple[Path, ...]:
+        return (self._path,)
+
+
+class NullTokenizer(Tokenizer):
+    """No tokenizer: for benchmarks and tests. eod = --vocab-size, so the true size is --vocab-size + 1.
+
+    Text made of whole numbers with single spaces between gives these numbers (Megatron-core up to 0.16); any
+    other text gives its code points modulo the size (Megatron-core since).
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.name = f"NullTokenizer {size}"
+        self.vocab_size = size + 1
+        self.eod = size
+        self.special_ids = {"eos": size}
+        self.fingerprint = _hash("null", str(size).encode())
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> list[int]:
+        words = text.split(" ")
+        if not (text.isascii() and all(word.isdigit() for word in words)):
+            return [ord(character) % self._size for character in text]
+        ids = [int(word) for word in words]
+        if max(ids) >= self._size:
+            raise ConfigError(
+                f"the number {max(ids):,} is no token of a NullTokenizer with --vocab-size {self._size:,}"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(number)) for number in ids)
+
+    def files(self) -> tuple[Path, ...]:
+        return ()
+
+
+def build_tokenizer(config: DataConfig, vocab_size: int | None = None) -> Tokenizer:
+    """Build the tokenizer that the flags name.
+
+    Args:
+        config: read are tokenizer_type, tokenizer_model, vocab_file, merge_file and the two tiktoken fields.
+        vocab_size: --vocab-size: the size of a NullTokenizer, the cut of a TikTokenizer; for the others a floor
+            that the true size must not exceed.
+
+    Raises:
+        ConfigError: for a missing flag or file, a file that is no such tokenizer, or a vocabulary that does not fit.
+    """
+    build = BUILDERS.get(config.tokenizer_type or "")
+    if build is None:
+        raise ConfigError(
+            f"--tokenizer-type is {config.tokenizer_type or 'not given'}, wanted one of {', '.join(BUILDERS)}"
+        )
+    tokenizer = build(config, vocab_size)
+    if (
+        vocab_size is not None
+        and config.tokenizer_type != "NullTokenizer"
+        and tokenizer.vocab_size > vocab_size
+    ):
+        raise ConfigError(
+            f"--vocab-size is {vocab_size:,}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} tokens"
+        )
+    return tokenizer
+
+
+def add_tokenizer_flags(parser: ArgumentParser) -> None:
+    """Add the tokenizer's flags to a script's parser, as the configuration declares them."""
+    group = parser.add_argument_group("tokenizer")
+    declared = {item.name: item for item in fields(DataConfig)}
+    declared["vocab_size"] = next(item for item in fields(ModelConfig) if item.name == "vocab_size")
+    for name in (*TOKENIZER_FLAGS, "vocab_size"):
+        item = declared[name]
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            type=int if isinstance(item.default, int) or name == "vocab_size" else str,
+            default=item.default,
+            choices=item.metadata.get("choices"),
+            metavar=None if item.metadata.get("choices") else name.rsplit("_", 1)[-1].upper(),
+            help=item.metadata["help"],
+        )
+
+
+def tokenizer_config(arguments: Any) -> DataConfig:
+    """The DataConfig that a script's parsed tokenizer flags stand for."""
+    return DataConfig(**{name: getattr(arguments, name) for name in TOKENIZER_FLAGS})
+
+
+def _hash(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def _existing(flag: str, value: str | None, wanted: str, kind: str, folder: bool = False) -> Path:
+    if not value:
+        raise ConfigError(f"--tokenizer-type {kind} needs {flag}: {wanted}")
+    path = Path(value)
+    if not (path.is_file() or (folder and path.is_dir())):
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{flag} '{value}' {found}, wanted {wanted}")
+    return path
+
+
+def _sentencepiece(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    kind = str(config.tokenizer_type)
+    path = _existing("--tokenizer-model", config.tokenizer_model, "a SentencePiece .model file", kind)
+    return SentencePieceTokenizer(kind, path)
+
+
+def _hugging_face(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    wanted = "a local folder with tokenizer.json, or that file"
+    path = _existing("--tokenizer-model", config.tokenizer_model, wanted, "HuggingFaceTokenizer", folder=True)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        if (path / "tokenizer.model").is_file():
+            other = "; use --tokenizer-type SentencePieceTokenizer with its tokenizer.model"
+        elif (path / "merges.txt").is_file():
+            other = "; use --tokenizer-type GPT2BPETokenizer with its vocab.json and merges.txt"
+        else:
+            other = ""
+        raise ConfigError(f"--tokenizer-model '{path}' has no tokenizer.json{other}")
+    core = _load_fast(file, lambda: tokenizers.Tokenizer.from_file(str(file)), "a tokenizer.json")
+    special = _special_texts(file.parent, core)
+    if "eos" not in special:
+        raise ConfigError(
+            f"--tokenizer-model '{path}' does not say which token ends a text, wanted eos_token in "
+            f"'{file.parent / 'tokenizer_config.json'}'"
+        )
+    if core.token_to_id(special["eos"]) is None:
+        raise ConfigError(
+            f"'{file.parent / 'tokenizer_config.json'}' names eos_token '{special['eos']}', which is no token of "
+            f"'{file}'"
+        )
+    core.add_special_tokens([special["eos"]])  # so that text never becomes it, even if the file forgot to say
+    beside = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
+    files = [file, *(file.parent / name for name in beside if (file.parent / name).is_file())]
+    return FastTokenizer(f"HuggingFaceTokenizer {path.name}", core, special, files)
+
+
+def _special_texts(folder: Path, core: tokenizers.Tokenizer) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            content = json.loads((folder / name).read_text("utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            raise ConfigError(f"'{folder / name}' is not valid JSON") from None
+        for key in ("bos", "eos", "unk", "pad"):
+            value = content.get(f"{key}_token") if isinstance(content, dict) else None
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[key] = text
+    if "eos" not in found:
+        known = [name for name in END_OF_TEXT_NAMES if core.token_to_id(name) is not None]
+        if len(known) == 1:
+            found["eos"] = known[0]
+    return found
+
+
+def _gpt2(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    vocab = _existing("--vocab-file", config.vocab_file, "GPT-2's vocab.json", "GPT2BPETokenizer")
+    merges = _existing("--merge-file", config.merge_file, "GPT-2's merges.txt", "GPT2BPETokenizer")
+    model = _load_fast(
+        vocab,
+        lambda: tokenizers.models.BPE.from_file(str(vocab), str(merges)),
+        f"a vocab.json that fits '{merges}'",
+    )
+    core = tokenizers.Tokenizer(model)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    if core.token_to_id("<|endoftext|>") is None:
+        raise ConfigError(f"--vocab-file '{vocab}' has no token <|endoftext|>, wanted it to end documents")
+    return FastTokenizer(f"GPT2BPETokenizer {vocab.name}", core, {"eos": "<|endoftext|>"}, (vocab, merges))
+
+
+def _load_fast(path: Path, load: Callable[[], Any], wanted: str) -> Any:
+    try:
+        return load()
+    except Exception as error:  # the library raises bare Exception for every kind of bad file
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"'{path}' cannot be read as {wanted}: {first_line}") from None
+
+
+def _tiktoken(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    path = _existing(
+        "--tokenizer-model", config.tokenizer_model, "a tiktoken vocabulary file", "TikTokenizer"
+    )
+    pattern = config.tiktoken_pattern or "v2"
+    return TikTokenTokenizer(path, pattern, config.tiktoken_num_special_tokens, vocab_size)
+
+
+def _read_tiktoken(path: Path, content: bytes) -> list[bytes]:
+    try:
+        if content.lstrip()[:1] == b"[":
+            pairs = [(row["rank"], base64.b64decode(row["token_bytes"])) for row in json.loads(content)]
+        else:
+            words = [line.split() for line in content.splitlines() if line]
+            pairs = [(int(rank), base64.b64decode(token, validate=True)) for token, rank in words]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"--tokenizer-model '{path}' is no tiktoken vocabulary, wanted a JSON list of rank and token_bytes, or "
+            "lines 'BASE64 RANK'"
+        ) from None
+    ranks = [rank for rank, _ in pairs]
+    tokens = [token for _, token in sorted(pairs)]
+    if not pairs or sorted(ranks) != list(range(len(pairs))) or len(set(tokens)) != len(tokens):
+        raise ConfigError(
+            f"--tokenizer-model '{path}' has {len(pairs):,} ranks, wanted each of 0, 1, 2 ... once, "
+            "each with another token"
+        )
+    return tokens
+
+
+def _null(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    if vocab_size is None:
+        raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
+    return NullTokenizer(vocab_size)
+
+
+BUILDERS: dict[str, Callable[[DataConfig, int | None], Tokenizer]] = {
+    "SentencePieceTokenizer": _sentencepiece,
+    "GPTSentencePieceTokenizer": _sentencepiece,
+    "Llama2Tokenizer": _sentencepiece,
+    "HuggingFaceTokenizer": _hugging_face,
+    "GPT2BPETokenizer": _gpt2,
+    "TikTokenizer": _tiktoken,
+    "NullTokenizer": _null,
+}
