@@ -3,7 +3,7 @@
     python data_prep/train_tokenizer.py --input corpus.jsonl --output tokenizer.model --vocab-size 4096
 
 What comes out spells every text exactly: nothing is normalised, no space is added or dropped, characters outside
-the vocabulary become bytes. Training sees an evenly spaced sample of the input, so time and memory are bounded
+the vocabulary become bytes. (But for U+2581, SentencePiece's own sign for a space, which is read back as one.) Training sees an evenly spaced sample of the input, so time and memory are bounded
 however large the input is, and the same input gives the same tokenizer, byte for byte.
 """
 
@@ -36,8 +36,7 @@ NUM_BASE_PIECES = 3 + 256  # unk, bos, eos and the bytes
 MAX_LINE = 1000  # characters; SentencePiece leaves out what is longer than its limit of bytes
 # Characters with a meaning inside SentencePiece's trainer, which leaves out whole lines that hold them.
 RESERVED = re.compile("[\0\u2581\u2585\t]")
-# A line of text with its end, so that what comes before a line break is learnt too.
-LINE = re.compile(f"[^\n]{{0,{MAX_LINE}}}\n|[^\n]{{1,{MAX_LINE}}}")
+LINE = re.compile(f"[^\n]{{1,{MAX_LINE}}}")  # a line break is a byte of its own: the library trains on lines
 
 
 def sample_spans(source: Source, share: int) -> Iterator[Span]:
@@ -83,41 +82,44 @@ def read_sample(
     return texts, bad_documents
 
 
-def lines(texts: Sequence[str]) -> Iterator[str]:
-    """The texts as the lines that SentencePiece trains on."""
-    for text in texts:
-        for part in RESERVED.split(text):
-            yield from LINE.findall(part)
+def frequent_characters(texts: Sequence[str], vocab_size: int, coverage: float) -> tuple[set[str], int]:
+    """The characters that get a piece of their own, and how many there are in all.
 
-
-def covered_characters(texts: Sequence[str], vocab_size: int, coverage: float) -> tuple[float, int, int]:
-    """How much of the text the single-character pieces shall cover, when at most half of the pieces may be such.
-
-    Returns (coverage, characters kept, characters seen). A text in many scripts can have more characters than
-    the vocabulary has pieces; the rare ones are spelled by bytes.
+    The most frequent ones that make up `coverage` of the text, but at most half of the pieces: a text in many
+    scripts can have more characters than the vocabulary has pieces; the rare ones are spelled by bytes.
     """
     counts = Counter()
     for text in texts:
         counts.update(text)
     total, room = sum(counts.values()), (vocab_size - NUM_BASE_PIECES) // 2
-    kept = covered = 0
-    for _, count in counts.most_common(room):
+    kept, covered = set(), 0
+    for character, count in counts.most_common(room):
         if covered >= coverage * total:
             break
-        kept, covered = kept + 1, covered + count
-    return (covered / total if kept < len(counts) else 1.0), kept, len(counts)
+        kept.add(character)
+        covered += count
+    return kept, len(counts)
 
 
-def train(texts: Sequence[str], vocab_size: int, coverage: float, special: Sequence[str]) -> bytes:
+def lines(texts: Sequence[str], characters: set[str]) -> Iterator[str]:
+    """The texts as the lines that SentencePiece trains on, cut where a character is not among `characters`."""
+    for text in texts:
+        rare = set(text) - characters
+        text = text.translate(dict.fromkeys(map(ord, rare), "\0")) if rare else text
+        for part in RESERVED.split(text):
+            yield from LINE.findall(part)
+
+
+def train(texts: Sequence[str], vocab_size: int, characters: set[str], special: Sequence[str]) -> bytes:
     """Train on `texts`; returns the serialized model. The same texts give the same bytes."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines(texts),
+        sentence_iterator=lines(texts, characters),
         model_writer=model,
         model_type="bpe",
         vocab_size=vocab_size,
         hard_vocab_limit=False,  # a small corpus may not have so many pieces in it
-        character_coverage=coverage,
+        character_coverage=1.0,  # `lines` has cut the rare ones out; the library's own limit is 0.98 and up
         byte_fallback=True,
         split_digits=True,
         normalization_rule_name="identity",
@@ -144,9 +146,9 @@ def main(argv: Sequence[str]) -> None:
     characters = sum(map(len, texts))
     if not characters:
         raise ConfigError(f"--input {' '.join(arguments.input)} holds no text, wanted some to train on")
-    coverage, kept, seen = covered_characters(texts, arguments.vocab_size, arguments.character_coverage)
+    kept, seen = frequent_characters(texts, arguments.vocab_size, arguments.character_coverage)
     try:
-        content = train(texts, arguments.vocab_size, coverage, arguments.special_tokens)
+        content = train(texts, arguments.vocab_size, kept, arguments.special_tokens)
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"SentencePiece cannot train --vocab-size {arguments.vocab_size:,}: {error}"
@@ -159,7 +161,7 @@ def main(argv: Sequence[str]) -> None:
             file=sys.stderr,
         )
     print(
-        f"{arguments.output}: {pieces:,} pieces, {kept:,} of {seen:,} characters whole, the rest by bytes; "
+        f"{arguments.output}: {pieces:,} pieces, {len(kept):,} of {seen:,} characters whole, the rest by bytes; "
         f"trained on {characters:,} characters of {len(texts):,} documents"
         f"{f' ({bad:,} bad ones left out)' if bad else ''} in {time.perf_counter() - started:.1f} s"
     )
