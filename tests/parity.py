@@ -128,17 +128,22 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:
-    """Run on every rank of the layout (a top-level function for run_ranks)."""
-    torch.manual_seed(0)
-    mesh = build_mesh(config, torch.device("cpu"))
+def set_up(config: Config, mesh) -> tuple[list[GPTChunk], Pipeline]:
+    """My rank's chunks and the pipeline around them."""
     plans = plan_from_config(config)
 
     def build(stage):
         return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
 
     chunks = build_chunks(config, stages_of_rank(plans, mesh.rank("pp")), mesh, build)
-    pipeline = Pipeline(config, plans, chunks, mesh)
+    return chunks, Pipeline(config, plans, chunks, mesh)
+
+
+def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:
+    """Run on every rank of the layout (a top-level function for run_ranks)."""
+    torch.manual_seed(0)
+    mesh = build_mesh(config, torch.device("cpu"))
+    chunks, pipeline = set_up(config, mesh)
     optimizer = build_optimizer(chunks, config.optimizer)
     outcome = Outcome([], [], {})
     num_microbatches = config.training.global_batch_size // (

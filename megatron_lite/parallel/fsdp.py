@@ -13,6 +13,8 @@ from torch.distributed.fsdp import (
 
 from megatron_lite.config import ParallelConfig, PrecisionConfig
 
+SPLIT_BACKWARD_SCHEDULES = ("interleaved-zero-bubble", "zbv", "dualpipev")
+
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     """The dtype of activations and of gathered parameters; the sharded parameters stay fp32."""
@@ -60,8 +62,14 @@ def apply_fsdp(
 
 
 def _reshards(position: int, num_layers: int, parallel: ParallelConfig) -> bool:
-    """Whether a block frees its gathered parameters after forward (ZeRO-3) or keeps them (ZeRO-2)."""
+    """Whether a block frees its gathered parameters after forward (ZeRO-3) or keeps them (ZeRO-2).
+
+    Schedules that split the backward keep them: torch looks a stage's weights up when it computes the input
+    gradient, and would silently lose the gradients of those that are not gathered at that moment.
+    """
     if parallel.data_parallel_sharding_strategy != "optim_grads_params":
+        return False
+    if parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
         return False
     if parallel.reshard_after_forward == "keep-last":
         return position < num_layers - parallel.reshard_keep_last_blocks

@@ -18,6 +18,7 @@ from megatron_lite.config import Config
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.partition import StagePlan
+from megatron_lite.parallel.tied import TiedWeights
 
 # --pipeline-schedule -> torch's class; one stage per rank takes the first kind, several the second.
 SCHEDULES: dict[str, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
@@ -28,6 +29,9 @@ SCHEDULES: dict[str, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
     "dualpipev": torch_schedules.ScheduleDualPipeV,
 }
+
+# The names of torch's actions that a forward-only pass needs.
+FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 Batch = dict[str, torch.Tensor]
 
@@ -69,6 +73,7 @@ class Pipeline:
         self.has_first = any(plan.stage == 0 for plan in self.plans)
         self.has_last = any(plan.stage == self.num_stages - 1 for plan in self.plans)
         self.loss_scale = LossScale()
+        self.tied = TiedWeights(chunks, mesh, plans[0].rank, plans[-1].rank)
         self._train_schedule: tuple[int, Any] | None = None
 
     def train_step(self, batch: Batch, num_microbatches: int, loss_factor: float) -> torch.Tensor:
@@ -85,9 +90,11 @@ class Pipeline:
         self.loss_scale.factor = loss_factor
         passes = pass_sizes(num_microbatches, self.config.parallel.max_microbatches_per_step)
         samples = batch["tokens"].shape[0] // num_microbatches
+        self.tied.begin()
         for first, count in passes:
             part = {key: t[first * samples : (first + count) * samples] for key, t in batch.items()}
             self._run(self._schedule(count).step, part)
+        self.tied.sum_gradients()
         return self.loss_scale.take_sum(self.mesh.device)
 
     @torch.no_grad()
@@ -95,6 +102,8 @@ class Pipeline:
         """The sum of token losses of this rank's batch, scalar fp32, without gradients; zero where not mine."""
         self.loss_scale.factor = 1.0
         schedule = self._build_schedule(num_microbatches)
+        if isinstance(schedule, PipelineScheduleMulti):
+            keep_forwards(schedule)
         self._run(schedule.eval, batch)
         return self.loss_scale.take_sum(self.mesh.device)
 
@@ -147,6 +156,38 @@ class Pipeline:
             output_args=loss if plan.stage == self.num_stages - 1 else hidden,
             group=mesh.group("pp"),
         )
+
+
+def keep_forwards(schedule: PipelineScheduleMulti) -> None:
+    """Leave only the forward actions, and what they send, receive and gather, in a schedule.
+
+    torch's eval() walks through the training order with backwards that do nothing; under the V placement even
+    that fails, for a stage looks for the gradient that its neighbour on the same rank never made.
+    """
+    for rank, actions in schedule.pipeline_order_with_comms.items():
+        flat = [part for action in actions for part in (action.sub_actions or (action,))]
+        schedule.pipeline_order_with_comms[rank] = _forwards(flat)
+
+
+def _forwards(actions: list[Any]) -> list[Any]:
+    """The forward actions of one rank; a gathering that served backwards only is left out, its freeing too."""
+    kept: list[Any] = []
+    gathered_at: dict[int, int] = {}  # stage -> position of its UNSHARD in kept, until a forward uses it
+    for action in actions:
+        kind, stage = action.computation_type.name, action.stage_index
+        if kind not in FORWARD_ACTIONS:
+            continue
+        if kind == "RESHARD" and stage in gathered_at:
+            position = gathered_at.pop(stage)
+            kept.pop(position)
+            gathered_at = {s: p - (p > position) for s, p in gathered_at.items()}
+            continue
+        if kind == "UNSHARD":
+            gathered_at[stage] = len(kept)
+        elif kind == "FORWARD":
+            gathered_at.pop(stage, None)
+        kept.append(action)
+    return kept
 
 
 def pass_sizes(num_microbatches: int, limit: int | None) -> list[tuple[int, int]]:
