@@ -1,0 +1,164 @@
+"""A Hugging Face model folder on disk: its config.json and its tensors, one at a time.
+
+Nothing in it is trusted: safetensors are read as plain bytes, .bin files by torch's restricted unpickler
+(weights_only), and no code of the folder is run.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.hugging_face.families import GPT2, Family
+from megatron_lite.hugging_face.fields import read_json
+from megatron_lite.hugging_face.model_flags import read_model_config
+from megatron_lite.hugging_face.weights import HEAD_WEIGHT, tensor_maps
+
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
+# Tables that old files carry beside the weights; they follow from the configuration.
+TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+class ModelFolder:
+    """config.json and weights of one model.
+
+    Attributes:
+        model, family: what config.json says.
+        log: one line per value taken.
+    """
+
+    def __init__(self, path: Path, vocabulary_multiple: int = 128) -> None:
+        """Read config.json and the weights' headers.
+
+        Raises:
+            ConfigError: for anything that is not a whole model of a known family.
+        """
+        if not path.is_dir():
+            raise ConfigError(f"--hf-model '{path}' is not a folder")
+        self.path = path
+        self.content: dict[str, Any] = read_json(path / "config.json")
+        self.model: ModelConfig
+        self.family: Family
+        self.model, self.family, self.log = read_model_config(
+            self.content, str(path / "config.json"), vocabulary_multiple
+        )
+        self._files = _weight_files(path)
+        self._open: dict[str, Any] = {}
+        self._prefix = self._find_prefix()
+        self.maps = tensor_maps(self.family.architecture, self.model)
+        self._check_names()
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor under its full name, in the dtype of the file.
+
+        Raises:
+            ConfigError: for a damaged file.
+        """
+        stored = self._stored_name(name)
+        source = self._opened(self._files[stored])
+        if isinstance(source, dict):
+            return source[stored]
+        try:
+            return source.get_tensor(stored)
+        except SafetensorError as error:
+            raise ConfigError(f"{self._files[stored]}: {stored} cannot be read: {error}") from None
+
+    def _opened(self, file: Path) -> Any:
+        """The open file; only one is kept open, the tensors come in order."""
+        key = str(file)
+        if key not in self._open:
+            self._open = {key: _open_weights(file)}
+        return self._open[key]
+
+    def _find_prefix(self) -> str:
+        """Bare models (GPT-2's own files) leave out the prefix that the class with a head adds."""
+        prefix = "transformer." if self.family.architecture == GPT2 else "model."
+        return "" if any(name.startswith(prefix) for name in self._files) else prefix
+
+    def _stored_name(self, name: str) -> str:
+        return name.removeprefix(self._prefix)
+
+    def _check_names(self) -> None:
+        wanted = {self._stored_name(entry.theirs) for entry in self.maps}
+        missing = sorted(wanted - set(self._files))
+        if missing:
+            raise ConfigError(
+                f"{self.path} lacks {len(missing):,} tensors of the model, the first is {missing[0]}"
+            )
+        extra = [name for name in self._files if name not in wanted and not name.endswith(TABLES)]
+        if HEAD_WEIGHT in extra and not self.model.untie_embeddings_and_output_weights:
+            self._check_tied_head()
+            extra.remove(HEAD_WEIGHT)
+        if extra:
+            raise ConfigError(
+                f"{self.path} has {len(extra):,} tensors that the model of its config.json has not, "
+                f"the first is {sorted(extra)[0]}"
+            )
+
+    def _check_tied_head(self) -> None:
+        head, embedding = self.read(HEAD_WEIGHT), self.read(self.maps[0].theirs)
+        if not torch.equal(head, embedding):
+            raise ConfigError(
+                f"{self.path}: config.json ties the head to the embedding, but {HEAD_WEIGHT} and "
+                f"{self.maps[0].theirs} differ"
+            )
+
+
+def _weight_files(path: Path) -> dict[str, Path]:
+    """{stored tensor name: file that holds it}."""
+    for index in INDEX_NAMES:
+        if (path / index).is_file():
+            return _indexed_files(path, path / index)
+    for name in SINGLE_NAMES:
+        if (path / name).is_file():
+            return dict.fromkeys(_names_in(path / name), path / name)
+    raise ConfigError(f"{path} holds no weights, wanted {' or '.join((*SINGLE_NAMES, *INDEX_NAMES))}")
+
+
+def _indexed_files(path: Path, index: Path) -> dict[str, Path]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ConfigError(f"{index} has no weight_map of tensor names to file names")
+    for file in set(places.values()):
+        if Path(file).name != file:
+            raise ConfigError(f"{index} names the file '{file}', wanted one in the same folder")
+        if not (path / file).is_file():
+            raise ConfigError(f"{index} names {file}, which does not exist")
+        absent = {name for name, other in places.items() if other == file} - set(_names_in(path / file))
+        if absent:
+            raise ConfigError(f"{index} looks for {sorted(absent)[0]} in {file}, which does not hold it")
+    return {name: path / file for name, file in places.items()}
+
+
+def _names_in(file: Path) -> list[str]:
+    return list(_open_weights(file).keys())
+
+
+def _open_weights(file: Path) -> Any:
+    """A safetensors file (tensors come when asked for) or a dict of tensors, memory-mapped where the format can."""
+    if file.suffix == ".safetensors":
+        try:
+            return safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is not a whole safetensors file: {error}") from None
+    try:
+        content = _load_pickled(file)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{file} is not a file of plain tensors (read with weights_only): {reason}"
+        ) from None
+    if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
+        raise ConfigError(f"{file} does not hold a dict of tensors")
+    return content
+
+
+def _load_pickled(file: Path) -> Any:
+    """Only the zip format of torch >= 1.6 can be memory-mapped."""
+    with file.open("rb") as start:
+        zipped = start.read(2) == b"PK"
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
