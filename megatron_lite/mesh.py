@@ -90,5 +90,7 @@ def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
     fsdp_mesh = shard if sizes["dp_replicate"] == 1 else root["dp_replicate", "fsdp"]
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     # Checkpoints talk among hosts while the device's own group is busy with training.
-    host_group = dist.new_group(backend="gloo", timeout=timeout) if config.checkpoint.save else None
+    checkpoint = config.checkpoint
+    wanted = checkpoint.save or checkpoint.load or checkpoint.pretrained_checkpoint
+    host_group = dist.new_group(backend="gloo", timeout=timeout) if wanted else None
     return ParallelMesh(root, device, fsdp_mesh, tokens.get_group(), host_group)
