@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -57,6 +58,14 @@ class LossScale:
         total = torch.stack(self.sums).sum() if self.sums else torch.zeros((), device=device)
         self.sums.clear()
         return total
+
+
+class Stage(PipelineStage):
+    """torch's stage; on torch 2.11 its first message to a neighbour skips one on the same rank (the V's tip)."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
 class Pipeline:
@@ -132,7 +141,7 @@ class Pipeline:
         mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         return kind(mine, num_microbatches, loss_fn=self.loss_scale, scale_grads=False)
 
-    def _stage(self, chunk: nn.Module, plan: StagePlan) -> PipelineStage:
+    def _stage(self, chunk: nn.Module, plan: StagePlan) -> Stage:
         """A stage with static shapes: without them torch runs a forward and backward to find them out."""
         config, mesh = self.config, self.mesh
         batch_size, seq_length = config.training.micro_batch_size, config.data.seq_length // mesh.size("cp")
@@ -147,7 +156,7 @@ class Pipeline:
         )
         tokens = torch.empty(batch_size, seq_length, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
-        return PipelineStage(
+        return Stage(
             chunk,
             plan.stage,
             self.num_stages,
