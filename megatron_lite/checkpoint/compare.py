@@ -1,0 +1,169 @@
+"""The stored configuration against the run's, before any tensor is read. No torch."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lite.checkpoint.folder import Found, find_checkpoint
+from megatron_lite.checkpoint.manifest import CONFIG
+from megatron_lite.checkpoint.storage import parent_of, storage_for
+from megatron_lite.config import Config, ConfigError
+
+StoredConfig = dict[str, dict[str, Any]]
+
+# Fields of the model that change no weight's meaning: free to change.
+_MODEL_FREE = {
+    "attention_backend",
+    "cross_entropy_loss_fusion",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+}
+# Fields that change what a position means, not a shape: a run that only takes the weights may set them anew, which
+# is how a context is made longer.
+_POSITIONS = {
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_max_position_embeddings",
+    "window_size",
+}
+_ORDER = {  # what decides which samples come next; a change repeats or skips some
+    "data": {
+        "seq_length",
+        "data_path",
+        "train_data_path",
+        "split",
+        "data_args_path",
+        "per_split_data_args_path",
+        "mock_data",
+        "dataloader_type",
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+        "tokenizer_type",
+        "tokenizer_model",
+        "vocab_file",
+        "merge_file",
+        "tiktoken_pattern",
+        "tiktoken_num_special_tokens",
+    },
+    "training": {"seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"},
+}
+_LISTED = ("model", "precision", "optimizer")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field whose stored value is not the run's. `refusal`: None, "model", "data" or "optimizer"."""
+
+    concern: str
+    field: str
+    stored: Any
+    now: Any
+    refusal: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.concern}.{self.field} was {_shown(self.stored)}, is {_shown(self.now)}"
+
+
+def compare_configs(stored: StoredConfig, config: Config, weights_only: bool = False) -> list[Difference]:
+    """Every difference in the model, the data's order, the precision and the optimizer.
+
+    Args:
+        weights_only: only weights are taken (--finetune, --pretrained-checkpoint): data and optimizer are free.
+    """
+    differences = []
+    for concern, values in config.to_dict().items():
+        kept = stored.get(concern, {})
+        for field, now in values.items():
+            before = kept.get(field, _ABSENT)
+            if before is _ABSENT or before == now:
+                continue
+            refusal = _refusal(concern, field, before, config, weights_only)
+            if refusal is not None or _is_listed(concern, field):
+                differences.append(Difference(concern, field, before, now, refusal))
+    return differences
+
+
+def check_resumable(
+    config: Config, stored: StoredConfig, found: Found, weights_only: bool = False
+) -> list[str]:
+    """Lines about the differences that are allowed.
+
+    Raises:
+        ConfigError: the model differs; or, unless only weights are taken, data, seed or batch differ without
+            --allow-data-change, or the optimizer does without --no-load-optim. Every difference is listed.
+    """
+    differences = compare_configs(stored, config, weights_only)
+    refused = [d for d in differences if d.refusal is not None]
+    if refused:
+        ways = {
+            "model": "the model has to stay the same",
+            "data": "--allow-data-change allows data, seed and batch to differ",
+            "optimizer": "--no-load-optim starts the optimizer's state anew",
+        }
+        kinds = [way for kind, way in ways.items() if any(d.refusal == kind for d in refused)]
+        raise ConfigError(
+            f"{found.path} was made with other flags: {'; '.join(map(str, refused))} ({', '.join(kinds)})"
+        )
+    return [f"differs from the checkpoint: {difference}" for difference in differences]
+
+
+def read_stored_config(found: Found) -> StoredConfig:
+    """The configuration that a checkpoint keeps.
+
+    Raises:
+        ConfigError: it is not what was written.
+    """
+    parent, name = parent_of(found.path)
+    try:
+        stored = json.loads(storage_for(parent).read(f"{name}/{CONFIG}"))
+        if not all(isinstance(values, dict) for values in stored.values()):
+            raise TypeError("not a configuration")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{found.path}/{CONFIG} cannot be read: {error}") from None
+    return stored
+
+
+def stored_config(config: Config) -> StoredConfig | None:
+    """For --use-checkpoint-args: the configuration kept by the checkpoint that would be loaded, None without one."""
+    found = find_checkpoint(config.checkpoint)
+    return None if found is None else read_stored_config(found)
+
+
+def _refusal(concern: str, field: str, before: Any, config: Config, weights_only: bool) -> str | None:
+    if concern == "model":
+        return _model_refusal(field, before, config, weights_only)
+    if weights_only:
+        return None
+    if field in _ORDER.get(concern, ()):
+        return None if config.data.allow_data_change else "data"
+    if concern == "optimizer" and field == "optimizer":
+        return None if config.checkpoint.no_load_optim else "optimizer"
+    return None
+
+
+def _model_refusal(field: str, before: Any, config: Config, weights_only: bool) -> str | None:
+    if field in _MODEL_FREE:
+        return None
+    if field == "max_position_embeddings" and config.model.position_embedding_type != "learned_absolute":
+        return None
+    if field in ("vocab_size", "padded_vocab_size") and before is None:
+        return None  # kept before the tokenizer was known
+    if weights_only and field in _POSITIONS:
+        return None
+    return "model"
+
+
+def _is_listed(concern: str, field: str) -> bool:
+    return concern in _LISTED or field in _ORDER.get(concern, ())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if not isinstance(value, str) else f"'{value}'"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,210 @@
+"""Tensors into a folder in the format of torch.distributed.checkpoint (DCP), every file hashed as it is written."""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.utils.serialization
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from megatron_lite.checkpoint.manifest import FileEntry
+from megatron_lite.checkpoint.pieces import Piece
+from megatron_lite.checkpoint.storage import Storage
+
+_THREADED_BYTES = 1 << 20
+_SYNC_BYTES = 64 << 20
+
+
+def save_pieces(
+    storage: Storage, folder: str, pieces: dict[str, Piece], group: dist.ProcessGroup | None
+) -> dict[str, FileEntry]:
+    """Write the pieces of all ranks of the group (None: this process alone); returns the files this rank wrote.
+
+    Pieces that several ranks hold are written by one of them.
+
+    Raises:
+        CheckpointException: on every rank, when any rank failed.
+    """
+    writer = _Writer(storage, folder)
+    # The manifest holds a sha256 of every file; zip's own checksum would be computed on top, at half the speed.
+    with torch.utils.serialization.config.patch("save.compute_crc32", False):
+        dcp.save(
+            pieces, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None
+        )
+    return writer.fs.entries
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's planner, told directly which box of which tensor this rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(name, piece) for name, piece in self.state_dict.items()])
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        all_plans = [replace(plan, items=[i for i in plan.items if _is_needed(i)]) for plan in all_plans]
+        plans, metadata = super().create_global_plan(all_plans)
+        for item in (item for plan in all_plans for item in plan.items):
+            kept = metadata.state_dict_metadata[item.index.fqn]
+            same = (kept.size, kept.properties.dtype) == (
+                item.tensor_data.size,
+                item.tensor_data.properties.dtype,
+            )
+            assert same, f"two ranks call different tensors {item.index.fqn}"
+        for name, kept in metadata.state_dict_metadata.items():
+            held = sum(math.prod(chunk.sizes) for chunk in kept.chunks)
+            assert held == math.prod(kept.size), (
+                f"the ranks' pieces of {name} hold {held:,} of {list(kept.size)}"
+            )
+        return plans, metadata
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].local.contiguous()
+
+
+def _write_item(name: str, piece: Piece) -> WriteItem:
+    offsets = torch.Size(piece.offsets)
+    return WriteItem(
+        index=MetadataIndex(name, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes)),
+            properties=TensorProperties(dtype=piece.local.dtype),
+            size=torch.Size(piece.shape),
+        ),
+    )
+
+
+def _is_needed(item: WriteItem) -> bool:
+    """An empty piece is left out, unless the whole tensor is empty."""
+    return math.prod(item.tensor_data.chunk.sizes) > 0 or math.prod(item.tensor_data.size) == 0
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's file writer on a Storage."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        super().__init__(folder, sync_files=False)  # _HashedFile brings the bytes to the disk itself
+        self.fs = _Files(storage)
+        self.path = folder
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)  # no path: folders are moved
+
+
+class _Files(FileSystemBase):
+    """The few file operations that DCP's writer needs. `entries` are the files written, by name in their folder."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator["_HashedFile"]:
+        assert mode == "wb"
+        stream = _HashedFile(self.storage, str(path))
+        try:
+            yield stream
+        finally:
+            stream.close()
+        self.entries[str(path).rsplit("/", 1)[-1]] = stream.entry()
+
+    def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
+        return f"{path}/{suffix}"
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        self.storage.rename(str(path), str(new_path))
+        self.entries[str(new_path).rsplit("/", 1)[-1]] = self.entries.pop(str(path).rsplit("/", 1)[-1])
+
+    def init_path(self, path: str | os.PathLike) -> str:
+        return str(path)
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        self.storage.make_folder(str(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return self.storage.size(str(path)) is not None
+
+    def rm_file(self, path: str | os.PathLike) -> None:
+        self.storage.remove_file(str(path))
+
+
+class _HashedFile:
+    """A file being written whose sha256 is known when it is closed. Hashing and writing run side by side."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._file = storage.open(path, "wb")
+        self._local = not storage.remote
+        self._digest = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(max_workers=1)
+        self._size = self._unsynced = 0
+
+    def write(self, data: memoryview | bytes) -> int:
+        """All of data."""
+        view = memoryview(data).cast("B")
+        threaded = len(view) >= _THREADED_BYTES
+        hashed = self._hasher.submit(self._digest.update, view) if threaded else self._digest.update(view)
+        try:
+            for start in range(0, len(view), _SYNC_BYTES):
+                self._write_part(view[start : start + _SYNC_BYTES])
+        finally:
+            if threaded:
+                hashed.result()  # the caller may reuse its memory once we return
+        self._size += len(view)
+        return len(view)
+
+    def _write_part(self, view: memoryview) -> None:
+        self._file.write(view)
+        self._unsynced += len(view)
+        # Syncing as we go keeps the disk busy while the hash is computed, and the page cache small.
+        if self._local and self._unsynced >= _SYNC_BYTES:
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+            self._unsynced = 0
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self._size
+
+    def flush(self) -> None:
+        """To the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Bring everything to the disk."""
+        self._hasher.shutdown()
+        if self._file.closed:
+            return
+        try:
+            self._file.flush()
+            if self._local:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def entry(self) -> FileEntry:
+        """Size and hash of what was written."""
+        return FileEntry(self._size, self._digest.hexdigest())

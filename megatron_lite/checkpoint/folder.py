@@ -1,0 +1,223 @@
+"""Which checkpoint to load, and which to delete. Folder names, the pointer file, and what does not count. No torch.
+
+SAVE/latest_checkpointed_iteration.txt   "10"
+SAVE/iter_0000010/                       complete: it has a manifest and every file in it
+SAVE/iter_0000015.tmp/                   being written, or left by a run that was killed
+SAVE/iter_0000010.replaced/              the earlier step 10 while a new one takes its place
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron_lite.checkpoint.manifest import MANIFEST, IncompleteError, read_manifest, why_incomplete
+from megatron_lite.checkpoint.storage import Storage, parent_of, storage_for
+from megatron_lite.config import CheckpointConfig, ConfigError
+
+POINTER = "latest_checkpointed_iteration.txt"
+ASIDE, REPLACED = ".tmp", ".replaced"
+_STEP = re.compile(r"iter_(\d{7,18})")
+_POINTER_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint. `notes` are lines for the user about how it was chosen."""
+
+    path: str
+    iteration: int
+    pretrained: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class _Pointer(NamedTuple):
+    step: int | None
+    problem: str | None
+
+
+def folder_name(iteration: int) -> str:
+    """iter_0000010."""
+    return f"iter_{iteration:07d}"
+
+
+def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None = None) -> Found | None:
+    """What --load, --ckpt-step, --pretrained-checkpoint and --exit-on-missing-checkpoint ask for; None: start afresh.
+
+    Args:
+        rejected: {path: why} of checkpoints that are not to be taken, for example after --verify-integrity.
+
+    Raises:
+        ConfigError: a checkpoint asked for is not there, or the folder holds checkpoints and none is complete.
+    """
+    rejected = rejected or {}
+    found = None
+    if config.load:
+        storage = storage_for(config.load)
+        # A first start with --load and --save on the same folder is how runs that restart are written.
+        if not storage.is_folder() and not (config.load == config.save or config.pretrained_checkpoint):
+            raise ConfigError(f"--load {config.load}: there is no such folder")
+        found = find_in(config.load, config.ckpt_step, rejected)
+    if found is None and config.pretrained_checkpoint:
+        found = find_in(config.pretrained_checkpoint, None, rejected, flag="--pretrained-checkpoint")
+        if found is None:
+            raise ConfigError(
+                f"--pretrained-checkpoint {config.pretrained_checkpoint}: there is no checkpoint"
+            )
+        found = replace(found, pretrained=True)
+    if found is None and config.exit_on_missing_checkpoint:
+        raise ConfigError(
+            f"--load {config.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given"
+            if config.load
+            else "--exit-on-missing-checkpoint is given without --load"
+        )
+    return found
+
+
+def find_in(
+    path: str, step: int | None = None, rejected: Mapping[str, str] | None = None, flag: str = "--load"
+) -> Found | None:
+    """The checkpoint of a folder: the given step, else the pointer's, else the newest complete one.
+
+    path may also be a checkpoint folder itself. None when the folder holds no trace of a checkpoint.
+
+    Raises:
+        ConfigError: the step is not there or not complete; or there are checkpoints and none is complete.
+    """
+    rejected = rejected or {}
+    storage = storage_for(path)
+    if storage.size(MANIFEST) is not None:
+        return _named_directly(path, step, rejected, flag)
+    complete, broken = survey(storage, rejected)
+    if step is not None:
+        return _of_step(storage, step, complete, broken, flag)
+    pointer = read_pointer(storage)
+    if not complete:
+        if not broken and pointer is None:
+            return None
+        reasons = [f"{name}: {why}" for name, why in broken.items()] or [f"{POINTER} is there, no folder is"]
+        raise ConfigError(
+            f"{flag} {path}: no complete checkpoint ({'; '.join(reasons[:5])}); remove these to start afresh"
+        )
+    newest = max(complete)
+    notes = [f"{storage.full(name)} does not count: {why}" for name, why in broken.items()]
+    chosen = pointer.step if pointer is not None and pointer.step in complete else newest
+    if chosen != newest:
+        notes.append(
+            f"{storage.full(POINTER)} says {chosen}; the newer {complete[newest]} is left alone "
+            f"(--ckpt-step {newest} takes it)"
+        )
+    elif pointer is None or pointer.step != newest:
+        problem = "is missing" if pointer is None else pointer.problem or f"says {pointer.step}"
+        notes.append(
+            f"{storage.full(POINTER)} {problem}: taking the newest complete checkpoint, {complete[newest]}"
+        )
+    return Found(storage.full(complete[chosen]), chosen, notes=tuple(notes))
+
+
+def _named_directly(path: str, step: int | None, rejected: Mapping[str, str], flag: str) -> Found:
+    parent, name = parent_of(path)
+    storage = storage_for(parent)
+    reason = rejected.get(storage.full(name)) or why_incomplete(storage, name)
+    if reason is not None:
+        raise ConfigError(f"{flag} {path}: not a complete checkpoint: {reason}")
+    iteration = read_manifest(storage, name).iteration
+    if step is not None and step != iteration:
+        raise ConfigError(f"--ckpt-step {step}: {flag} {path} holds iteration {iteration}")
+    return Found(storage.full(name), iteration)
+
+
+def _of_step(
+    storage: Storage, step: int, complete: Mapping[int, str], broken: Mapping[str, str], flag: str
+) -> Found:
+    if step in complete:
+        return Found(storage.full(complete[step]), step)
+    reason = broken.get(folder_name(step))
+    there = ", ".join(map(str, sorted(complete)[-10:])) or "none"
+    raise ConfigError(
+        f"--ckpt-step {step}: {flag} {storage.full()} has no complete checkpoint of it"
+        f"{f' ({reason})' if reason else ''}; complete: {there}"
+    )
+
+
+def survey(
+    storage: Storage, rejected: Mapping[str, str] | None = None
+) -> tuple[dict[int, str], dict[str, str]]:
+    """({step: folder name} of complete checkpoints, {folder name: why} of those that do not count)."""
+    complete, broken = {}, {}
+    for name in storage.names():
+        base = name.removesuffix(REPLACED)
+        match = _STEP.fullmatch(base)
+        step = int(match[1]) if match else None
+        if step is None or folder_name(step) != base:
+            if name.startswith("iter_") and not name.endswith(ASIDE):
+                try:  # a renamed folder is worth a word, anything else is not ours
+                    broken[name] = (
+                        f"it holds iteration {read_manifest(storage, name).iteration}: it was renamed"
+                    )
+                except IncompleteError:
+                    pass
+            continue
+        reason = (rejected or {}).get(storage.full(name)) or why_incomplete(storage, name, step)
+        if reason is not None:
+            broken[name] = reason
+        elif name == base or step not in complete:
+            complete[step] = name
+    return complete, broken
+
+
+def read_pointer(storage: Storage) -> _Pointer | None:
+    """What the pointer file says; None when there is none. It is a number and nothing else: no path is read from it."""
+    size = storage.size(POINTER)
+    if size is None:
+        return None
+    try:
+        text = storage.read(POINTER, _POINTER_LIMIT).decode("ascii").strip()
+    except OSError as error:
+        return _Pointer(None, f"cannot be read ({error.strerror})")
+    except UnicodeDecodeError:
+        return _Pointer(None, "does not hold a step")
+    if not text:
+        return _Pointer(None, "is empty")
+    if size > _POINTER_LIMIT or not re.fullmatch(r"\d{1,18}", text):
+        return _Pointer(None, f"holds {text[:30]!r}, not a step")
+    return _Pointer(int(text), None)
+
+
+def write_pointer(storage: Storage, iteration: int) -> None:
+    """Point at a checkpoint, in one step."""
+    storage.write(POINTER, f"{iteration}\n".encode())
+
+
+def deletable(
+    complete: Mapping[int, str], iteration: int, keep_last: int | None, retain_interval: int | None
+) -> list[str]:
+    """Folder names that --keep-last and --save-retain-interval let go once `iteration` is saved, oldest first.
+
+    Only complete checkpoints up to `iteration` count as newer ones; later ones (of a run that was rolled back)
+    are neither counted nor deleted. Multiples of the interval stay always, the newest too.
+    """
+    if keep_last is None and retain_interval is None:
+        return []
+    steps = sorted(step for step in complete if step <= iteration)
+    kept = set(steps[-(keep_last or 1) :])
+    return [
+        complete[step]
+        for step in steps
+        if step not in kept and not (retain_interval and step % retain_interval == 0)
+    ]
+
+
+def clear_leftovers(storage: Storage) -> None:
+    """Remove what killed runs left: half-written folders, and replaced ones whose successor is complete."""
+    complete, _ = survey(storage)
+    for name in storage.names():
+        successor = name.removesuffix(REPLACED)
+        replaced = name != successor and complete.get(_number_of(successor)) == successor
+        if (name.endswith(ASIDE) and _STEP.fullmatch(name.removesuffix(ASIDE))) or replaced:
+            storage.remove_folder(name)
+
+
+def _number_of(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
