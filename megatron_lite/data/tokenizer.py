@@ -140,7 +140,7 @@ class FastTokenizer(Tokenizer):
         self, name: str, core: tokenizers.Tokenizer, special: dict[str, str], files: Sequence[Path]
     ) -> None:
         """`special` gives the text of the tokens among bos, eos, unk and pad; eos must be there."""
-        self._core, self._files = core, tuple(files)
+        self.core, self._files = core, tuple(files)
         vocabulary = core.get_vocab(with_added_tokens=True)
         self.name = name
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -155,11 +155,11 @@ class FastTokenizer(Tokenizer):
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [
-            encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoding.ids for encoding in self.core.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._core.decode([int(number) for number in ids], skip_special_tokens=False)
+        return self.core.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def files(self) -> tuple[Path, ...]:
         return self._files
@@ -188,8 +188,8 @@ class TikTokenTokenizer(Tokenizer):
                 f"--vocab-size is {vocab_size:,}, but --tokenizer-model '{path}' has {len(tokens):,} tokens and "
                 f"--tiktoken-num-special-tokens adds {num_special:,}"
             )
-        self._path = path
-        self._core = tiktoken.Encoding(
+        self._path, self.num_special, self.pattern = path, num_special, TIKTOKEN_PATTERNS[pattern]
+        self.encoding = tiktoken.Encoding(
             name=path.stem,
             pat_str=TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: rank + num_special for rank, token in enumerate(tokens)},
@@ -202,10 +202,10 @@ class TikTokenTokenizer(Tokenizer):
         self.fingerprint = _hash("tiktoken", content, f"{pattern} {num_special} {self.vocab_size}".encode())
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._core.encode_ordinary(text) for text in texts]
+        return [self.encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._core.decode([int(number) for number in ids])
+        return self.encoding.decode([int(number) for number in ids])
 
     def files(self) -> tuple[Path, ...]:
         return (self._path,)
