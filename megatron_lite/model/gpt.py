@@ -130,6 +130,8 @@ class GPTChunk(nn.Module):
             shared = self.embedding.word_embeddings.weight if tied and has_embedding else None
             self.lm_head = LMHead(config, shared)
         self.tied = tied
+        # Set from outside: with sequence parallelism the hidden state holds 1 / this of the positions.
+        self.sequence_shards = 1
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
 
     def forward(
@@ -168,7 +170,7 @@ class GPTChunk(nn.Module):
             return None
         if past and position_ids is None:
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
-        return self.rotary(x.shape[1], x.device, position_ids)
+        return self.rotary(x.shape[1] * self.sequence_shards, x.device, position_ids)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter). A tied head on its own stage goes by the embedding's name."""

@@ -15,6 +15,7 @@ from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.partition import StagePlan
 from megatron_lite.parallel.recompute import apply_recompute
+from megatron_lite.parallel.tensor import apply_tensor_parallel
 
 
 def build_chunks(
@@ -35,6 +36,8 @@ def build_chunks(
 
 def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> nn.Module:
     """Apply every parallelism to one chunk, in place, and give it its initial weights."""
+    if mesh.size("tp") > 1:
+        apply_tensor_parallel(chunk, mesh.root["tp"], config.parallel)
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
         compile_blocks(chunk)
@@ -73,8 +76,8 @@ def owned_indices(parameter: torch.Tensor, dim: int) -> torch.Tensor | None:
         return indices
     mesh = parameter.device_mesh
     for axis in reversed(range(mesh.ndim)):
-        placement = parameter.placements[axis]
-        if placement.is_shard(dim):
+        # FSDP's cut of a dim that tp has cut too is no Shard to torch, but it has a dim all the same.
+        if getattr(parameter.placements[axis], "dim", None) == dim:
             pieces = indices.chunk(mesh.size(axis))
             position = mesh.get_local_rank(axis)
             indices = pieces[position] if position < len(pieces) else indices[:0]
