@@ -37,7 +37,7 @@ from megatron_lite.parallel.partition import StagePlan, describe, plan_from_conf
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.training.batch_size import BatchSchedule
 from megatron_lite.training.evaluate import Evaluator
-from megatron_lite.training.loop import Trainer
+from megatron_lite.training.loop import Trainer, evaluate_at_end
 from megatron_lite.training.metrics import Metrics
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.profile import profiled
@@ -116,7 +116,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             metrics.note(f"stopped after iteration {state.iteration}: {reason}")
         for kind, evaluator in evaluators.items():
             if evaluator is not None and reason is None:
-                metrics.final_evaluation(evaluator, kind, state)
+                evaluate_at_end(config, evaluator, kind, metrics, state)
             if evaluator is not None:
                 evaluator.close()
         checkpointer.close()

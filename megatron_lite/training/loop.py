@@ -211,3 +211,13 @@ class Trainer:
             gc.collect()
         if training.empty_unused_memory_level and self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def evaluate_at_end(
+    config: Config, evaluator: Evaluator, kind: str, metrics: Metrics, state: TrainState
+) -> None:
+    """One more evaluation (kind: validation or test) when all steps are done; reads the batches that come next."""
+    interval = config.evaluation.eval_interval
+    losses = evaluator.losses(state.iteration // interval if interval and kind == "validation" else 0)
+    if losses is not None:
+        metrics.evaluation(losses, kind, state, total_only=len(losses) == 1)

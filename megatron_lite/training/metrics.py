@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron_lite.config import Config
-from megatron_lite.training.evaluate import Evaluator
 from megatron_lite.training.flops import flops_per_step, peak_flops
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.trackers import Tracker
@@ -147,13 +146,6 @@ class Metrics:
             if self._config.logging.log_validation_ppl_to_tensorboard:
                 record[f"lm loss {suffix} ppl"] = perplexity
         self._tracker.track(record, state.iteration)
-
-    def final_evaluation(self, evaluator: Evaluator, kind: str, state: TrainState) -> None:
-        """Evaluate once more when all steps are done; the run is then told, not stopped."""
-        interval = self._config.evaluation.eval_interval
-        losses = evaluator.losses(state.iteration // interval if interval and kind == "validation" else 0)
-        if losses is not None:
-            self.evaluation(losses, kind, state, total_only=len(losses) == 1)
 
     def note(self, text: str) -> None:
         """A line of the log that is no metric."""

@@ -1,0 +1,129 @@
+"""What a run does besides its numbers: evaluation, skipped steps, signals, errors, exit codes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import flags, metrics, train, training_steps, write_data
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def torchrun(world, argv, timeout=150, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, str(world), "--master-port", "0", "pretrain_gpt.py", *argv]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, **options
+    )
+
+
+def test_validation_is_the_same_in_every_layout_and_disturbs_nothing(prefix, tmp_path):
+    evaluating = "--eval-iters 2 --eval-interval 4 --split 60,30,10 --hidden-dropout 0.1"
+    losses = {}
+    for world, layout in ((1, ""), (2, ""), (4, "--pipeline-model-parallel-size 2")):
+        path = tmp_path / f"{world}.jsonl"
+        train(world, [*flags(prefix, layout, f"--metrics-file {path}"), *evaluating.split()])
+        losses[world] = [
+            r[key] for r in metrics(path) for key in ("lm loss validation", "lm loss test") if key in r
+        ]
+        assert len(losses[world]) == 5  # at 4, 8, 12; at the end; the test set
+    for world in (2, 4):
+        # Dropout differs between layouts, so the trained weights do: the first validation comes after four steps.
+        assert losses[world] == pytest.approx(losses[1], rel=0.05)
+    quiet = tmp_path / "quiet.jsonl"
+    train(1, [*flags(prefix, f"--metrics-file {quiet}"), *evaluating.split(), "--eval-interval", "1000"])
+    assert training_steps(quiet) == training_steps(tmp_path / "1.jsonl")
+
+
+def test_exact_validation_across_layouts(prefix, tmp_path):
+    evaluating = "--eval-iters 2 --eval-interval 4 --split 60,30,10"
+    results = []
+    for world, layout in (
+        (1, ""),
+        (4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    ):
+        path = tmp_path / f"{world}.jsonl"
+        train(world, [*flags(prefix, layout, f"--metrics-file {path}"), *evaluating.split()])
+        results.append([r["lm loss validation"] for r in metrics(path) if "lm loss validation" in r])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_run_gives_up_in_time(prefix, tmp_path, capfd):
+    argv = flags(
+        prefix, f"--metrics-file {tmp_path}/m.jsonl --init-method-std 1e30 --max-consecutive-nonfinite 3"
+    )
+    with pytest.raises(AssertionError, match="3 steps in a row"):
+        train(2, [*argv, "--save", str(tmp_path / "ckpt")])
+    out = capfd.readouterr().out
+    assert "iteration 2 skipped" in out
+    assert "its samples are 8 to 15" in out
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def test_iterations_to_skip(prefix, tmp_path):
+    train(1, flags(prefix, f"--metrics-file {tmp_path}/m.jsonl --iterations-to-skip 1 2"))
+    records = [r for r in metrics(tmp_path / "m.jsonl") if "lm loss" in r]
+    assert [r["iteration"] for r in records if r["lm loss"] is None] == [2, 3]
+    assert records[-1]["skipped-iterations"] == 2
+    assert records[-1]["nan-iterations"] == 0
+    assert records[-1]["consumed-samples"] == 12 * 8
+
+
+def test_sigterm_saves_and_exits_cleanly(prefix, tmp_path):
+    argv = flags(prefix, f"--save {tmp_path}/ckpt --train-iters 100000 --exit-signal-handler")
+    command = [*TORCHRUN, "2", "--master-port", "0", "pretrain_gpt.py", *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        deadline = time.monotonic() + 100
+        seen = []
+        while time.monotonic() < deadline and not any("iteration        5" in line for line in seen):
+            seen.append(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "received SIGTERM" in out, "".join(seen) + out
+    step = int((tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text())
+    assert step >= 5
+
+
+def test_a_wrong_flag_is_one_sentence_once_and_code_2(prefix):
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *flags(prefix, "--num-attention-heads 5")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    several = torchrun(3, flags(prefix, "--pipeline-model-parallel-size 2"))
+    assert several.returncode != 0
+    assert several.stderr.count("error: ") == 1, several.stderr
+    assert "3" in next(line for line in several.stderr.splitlines() if line.startswith("error: "))
+
+
+def test_the_error_of_the_rank_that_failed_is_shown(prefix, tmp_path):
+    """A file that vanishes between the check and the use, on all ranks: a traceback or sentence, and no hang."""
+    broken = write_data(tmp_path)
+    content = Path(broken + ".bin").read_bytes()
+    Path(broken + ".bin").write_bytes(content[:-8])
+    done = torchrun(2, flags(broken), timeout=100)
+    assert done.returncode != 0
+    assert ".bin" in done.stderr
+    assert "wanted" in done.stderr
