@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -188,9 +188,38 @@ class IndexedDataset:
             )
         return np.frombuffer(data, dtype=self.dtype)
 
+    def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
+        """Fill `out` with the tokens of `sequences` [k], joined, from token `offset` of the first one on.
+
+        Returns how many tokens were there: len(out), or fewer when the sequences end before.
+        """
+        itemsize = self.dtype.itemsize
+        begins = (self.sequence_pointers[sequences] // itemsize).tolist()
+        lengths = self.sequence_lengths[sequences].tolist()
+        begins[0] += offset
+        lengths[0] -= offset
+        filled, wanted = 0, len(out)
+        for position, (begin, length) in enumerate(zip(begins, lengths)):
+            length = min(length, wanted - filled)
+            if self._file < 0:
+                out[filled : filled + length] = self._tokens[begin : begin + length]
+            else:
+                first = offset if position == 0 else 0
+                out[filled : filled + length] = self.get(int(sequences[position]), first, length)
+            filled += length
+        return filled
+
     def document_of(self, index: int) -> int:
         """Number of the document that holds sequence `index`."""
         return int(np.searchsorted(self.document_indices, index, side="right")) - 1
+
+    def identity(self) -> dict[str, Any]:
+        """What tells one version of the pair from another without reading it: path, sizes, times (plain JSON types)."""
+        states = [Path(path).stat() for path in (self.idx_path, self.bin_path)]
+        return {
+            "path": os.path.abspath(self.path_prefix),  # noqa: PTH100  resolve() would follow links
+            "files": [[state.st_size, state.st_mtime_ns] for state in states],
+        }
 
     def __reduce__(self):
         # Worker processes that are spawned open the files again; a map or a descriptor cannot travel.

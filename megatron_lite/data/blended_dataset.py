@@ -1,0 +1,71 @@
+"""Several sources mixed by weight, each sample's source as in Megatron-core's BlendedDataset."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_lite.data.index_cache import Arrays, IndexCache, IndexEntry
+from megatron_lite.data.index_kernels import build_blend_index
+from megatron_lite.data.samples import Samples
+
+
+class BlendedDataset(Samples):
+    """Sample i is sample `dataset_sample_index[i]` of source `dataset_index[i]`."""
+
+    def __init__(self, sources: Sequence[Samples], entry: IndexEntry, name: str = ""):
+        """entry: the arrays dataset_index and dataset_sample_index, as `build_blend` makes them."""
+        self.sources = list(sources)
+        self.options = sources[0].options
+        self.name = name
+        self.entry = entry
+        parts = [entry.about["content"], str(entry.about["samples"])]
+        self.fingerprint = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.entry.about["samples"]
+
+    def place(self, index: int) -> tuple[Samples, int]:
+        """The source of a sample, and the sample's number in it."""
+        if self._arrays is None:  # mapped on first use
+            arrays = self.entry.arrays
+            self._arrays = (arrays["dataset_index"], arrays["dataset_sample_index"])
+        return self.sources[self._arrays[0][index]], int(self._arrays[1][index])
+
+    def read(self, index: int, out: np.ndarray) -> int:
+        source, number = self.place(index)
+        return source.read(number, out)
+
+    def locate(self, index: int) -> str:
+        source, number = self.place(index)
+        return source.locate(number)
+
+    def find_token(self, index: int, position: int) -> str:
+        source, number = self.place(index)
+        return source.find_token(number, position)
+
+
+def build_blend(
+    sources: Sequence[Samples], weights: Sequence[float], size: int | None, cache: IndexCache, store: bool
+) -> IndexEntry:
+    """The blend's arrays for `size` samples, or for all samples of all sources, each once, when size is None.
+
+    Args:
+        weights: above 0; when size is None, the sources' lengths.
+    """
+    content = " ".join([source.fingerprint for source in sources])
+    content = hashlib.sha256(content.encode()).hexdigest()[:32]
+
+    def build() -> tuple[dict[str, object], Arrays]:
+        share = np.asarray(weights, dtype=np.float64)
+        share = share / share.sum()
+        limits = None if size is not None else np.asarray([len(source) for source in sources])
+        total = int(limits.sum()) if limits is not None else size
+        dataset_index, sample_index = build_blend_index(share, total, limits)
+        used = np.bincount(dataset_index, minlength=len(sources)).tolist()
+        about = {"samples": total, "used": used}
+        return about, {"dataset_index": dataset_index, "dataset_sample_index": sample_index}
+
+    description = {"kind": "blend 1", "weights": list(weights), "size": size, "sources": content}
+    return cache.get(description, lambda: content, build, store)

@@ -1,0 +1,195 @@
+"""What to read: the words of --data-path and its kin, and --split, checked and understood as Megatron-core does."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.config import ConfigError, DataConfig
+
+SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Path prefixes, and their weights (summing to 1) or None: each source as long as it is."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    flag: str  # that named them, for messages
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """For each of train, valid, test the sets to read: name -> blend; and which part of each source they take.
+
+    bounds: None for a split that takes nothing. shared: all splits cut the same sources (--data-path).
+    """
+
+    sets: dict[str, dict[str, Blend]]
+    bounds: dict[str, Bounds | None]
+    shared: bool
+    split_words: str = ""
+
+
+def plan_data(config: DataConfig) -> DataPlan:
+    """What the flags say to read. With --mock-data the one source is "mock".
+
+    Raises:
+        ConfigError: no data or two ways of naming it at once, a bad split, bad weights, an unreadable file of paths.
+    """
+    per_split = {name: getattr(config, f"{name}_data_path") for name in SPLITS}
+    ways = {
+        "--mock-data": config.mock_data,
+        "--data-path": config.data_path,
+        "--data-args-path": config.data_args_path,
+        "--per-split-data-args-path": config.per_split_data_args_path,
+        "--train-data-path, --valid-data-path, --test-data-path": any(per_split.values()),
+    }
+    chosen = [way for way, value in ways.items() if value]
+    if not chosen:
+        raise ConfigError("no data: give --data-path PREFIX, --train-data-path PREFIX ... or --mock-data")
+    if len(chosen) > 1:
+        raise ConfigError(f"data is named twice, by {' and by '.join(chosen)}: give one of them")
+    if config.mock_data:
+        return _one_for_all(Blend(("mock",), None, "--mock-data"), config)
+    if config.data_path:
+        return _one_for_all(parse_blend(config.data_path, "--data-path"), config)
+    if config.data_args_path:
+        flag = f"--data-args-path {config.data_args_path}"
+        return _one_for_all(parse_blend(_read(config.data_args_path, flag).split(), flag), config)
+    if config.split is not None:
+        raise ConfigError(
+            f"--split {config.split} cuts --data-path, but {chosen[0]} names each split by itself"
+        )
+    if config.per_split_data_args_path:
+        sets = _read_per_split(config.per_split_data_args_path)
+    else:
+        words = {name: value for name, value in per_split.items() if value}
+        sets = {name: {name: parse_blend(value, f"--{name}-data-path")} for name, value in words.items()}
+    sets = {name: sets.get(name, {}) for name in SPLITS}
+    return DataPlan(sets, {name: (0.0, 1.0) if sets[name] else None for name in SPLITS}, shared=False)
+
+
+def _one_for_all(blend: Blend, config: DataConfig) -> DataPlan:
+    words = config.split if config.split is not None else DEFAULT_SPLIT
+    bounds = split_bounds(parse_split(words))
+    sets = {name: {name: blend} if bounds[name] else {} for name in SPLITS}
+    return DataPlan(sets, bounds, shared=True, split_words=words)
+
+
+def parse_split(text: str) -> list[float]:
+    """--split's weights of train, valid, test, summing to 1; missing ones are 0.
+
+    Raises:
+        ConfigError: not one to three numbers of 0 or more, or all 0.
+    """
+    words = text.strip().strip("'\"[]() ")
+    numbers = re.split(r"\s*[,/;:\s]\s*", words)
+    valid = [re.fullmatch(r"\+?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", number) is not None for number in numbers]
+    values = [float(number) for number in numbers] if all(valid) else []
+    if not 1 <= len(values) <= len(SPLITS) or not 0 < sum(values) < math.inf:
+        raise ConfigError(
+            f"--split is '{text}', wanted up to three weights of 0 or more with a sum above 0, like {DEFAULT_SPLIT}"
+        )
+    values += [0.0] * (len(SPLITS) - len(values))
+    return normalize(values)
+
+
+def split_bounds(weights: Sequence[float]) -> dict[str, Bounds | None]:
+    """The part of each source, from 0 to 1, that each split takes; None for one that takes nothing."""
+    ends = [0.0]
+    for weight in weights:
+        ends.append(ends[-1] + weight)
+    return {name: (a, b) if b > a else None for name, a, b in zip(SPLITS, ends, ends[1:])}
+
+
+def split_range(bounds: Bounds, num_sequences: int) -> tuple[int, int]:
+    """First and last + 1 of the sequences between the bounds; Python's rounding, as in Megatron-core."""
+    return round(bounds[0] * float(num_sequences)), round(bounds[1] * float(num_sequences))
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Divide by the sum, with numpy's rounding as in Megatron-core."""
+    array = np.asarray(weights, dtype=np.float64)
+    return (array / array.sum()).tolist()
+
+
+def parse_blend(words: Sequence[str], flag: str) -> Blend:
+    """PREFIX, or PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... (when every other word is a number).
+
+    Raises:
+        ConfigError: some weights are missing, or one is not a number above 0.
+    """
+    words = [str(word).strip() for word in words]
+    if not words or not all(words):
+        raise ConfigError(f"{flag} is empty, wanted PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ...")
+    weights = [_weight(word) for word in words[::2]]
+    if len(words) == 1 or all(weight is None for weight in weights):
+        return Blend(tuple(words), None, flag)
+    missing = next((word for word, weight in zip(words[::2], weights) if weight is None), None)
+    if missing is not None:
+        raise ConfigError(
+            f"{flag} has weights, but '{missing}' stands where a weight is wanted: WEIGHT PREFIX ..."
+        )
+    if len(words) % 2:
+        raise ConfigError(
+            f"{flag} ends with the weight {words[-1]}, wanted a prefix behind it: WEIGHT PREFIX ..."
+        )
+    for weight, prefix in zip(weights, words[1::2]):
+        if not 0 < weight < math.inf:
+            raise ConfigError(f"{flag}: the weight of {prefix} is {weight:g}, wanted a number above 0")
+    return Blend(tuple(words[1::2]), tuple(normalize(weights)), flag)
+
+
+def _weight(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{flag} cannot be read: {reason}") from None
+
+
+def _read_per_split(path: str) -> dict[str, dict[str, Blend]]:
+    """{"train": [words], "valid": [words] or {"name": [words], ...}, "test": as valid}; any may be absent or null."""
+    flag = f"--per-split-data-args-path {path}"
+    try:
+        stored = json.loads(_read(path, flag))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag} is not JSON: {error}") from None
+    if not isinstance(stored, dict) or not set(stored) <= set(SPLITS):
+        keys = ", ".join(stored) if isinstance(stored, dict) else type(stored).__name__
+        raise ConfigError(f"{flag} holds {keys}, wanted an object with the keys train, valid, test")
+    sets = {}
+    for split, value in stored.items():
+        named = value if isinstance(value, dict) and split != "train" else {split: value}
+        sets[split] = {
+            name: parse_blend(_words(words, f"{flag}: {name}"), f"{flag}: {name}")
+            for name, words in named.items()
+            if words is not None
+        }
+    return sets
+
+
+def _words(value: Any, where: str) -> list[str]:
+    words = value.split() if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
+        raise ConfigError(
+            f'{where} is {json.dumps(value)[:60]}, wanted a list of words like ["0.3", "PREFIX", ...]'
+        )
+    return [str(word) for word in words]

@@ -1,0 +1,203 @@
+"""Batches of one data-parallel rank: a pure function of the dataset and of the samples consumed so far.
+
+A global batch is the next G samples of the order. Microbatch j gives data-parallel rank r the r-th run of
+micro_batch_size samples (Megatron's assignment), so the microbatches of a rank are one stream that does not know
+where global batches end: it can be read ahead through a batch ramp-up.
+
+Microbatches are made by threads, not processes. What a worker does is copying (numpy and pread release the
+interpreter's lock for it), some 20 microseconds a sample: one thread makes tens of millions of tokens a second. A
+forked worker would inherit the locks of gloo's and CUDA's threads, a spawned one takes seconds to start, and either
+has to send tensors through shared memory and may outlive the run.
+"""
+
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from megatron_lite.config import Config, ConfigError
+from megatron_lite.data.order import SampleOrder
+from megatron_lite.data.samples import Samples
+
+_AHEAD_PER_WORKER = 2  # microbatches; Megatron's (torch's) prefetch factor
+_FIRST_WARNING_S = 30.0
+_TIMEOUT_SHARE = (
+    0.8  # of --distributed-timeout-minutes: this rank's own error has to come before its peers' timeout
+)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class LoaderStalledError(RuntimeError):
+    """Data did not come in time; names the rank, the sample and the file."""
+
+
+class Loader:
+    """Hands out the batches of one data-parallel rank, read ahead by --num-workers threads.
+
+    Args:
+        dataset: of samples; with `read_once`, batches behind its end are filled with samples without loss, so that
+            every rank gets as many batches as the others; else reading starts over.
+        config: read are micro_batch_size, num_workers, dataloader_type, seed and distributed_timeout_minutes.
+        consumed_samples: position in the order where the first batch begins; on resume the checkpoint's number.
+        device: where batches go; on CUDA by way of pinned memory, without waiting.
+        warn: takes a line when data is late.
+
+    Raises:
+        ConfigError: the dataset has no samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        config: Config,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        consumed_samples: int,
+        device: torch.device | str = "cpu",
+        warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ):
+        assert 0 <= data_parallel_rank < data_parallel_size and consumed_samples >= 0
+        if not len(dataset):
+            raise ConfigError(f"the {dataset.name} set has no samples")
+        self.consumed_samples = consumed_samples
+        self._dataset, self._device, self._warn = dataset, torch.device(device), warn
+        self._rank, self._size = data_parallel_rank, data_parallel_size
+        self._micro_batch_size = config.training.micro_batch_size
+        cyclic = config.data.dataloader_type == "cyclic" and not dataset.read_once
+        self._order = SampleOrder(len(dataset), config.training.seed, cyclic, dataset.read_once)
+        self._timeout = 60.0 * config.parallel.distributed_timeout_minutes * _TIMEOUT_SHARE
+        self._num_workers = config.data.num_workers
+        self._ahead = _AHEAD_PER_WORKER * self._num_workers
+        self._next = consumed_samples  # position of the microbatch row that is asked of the workers next
+        self._asked: deque[_Microbatch] = deque()
+        self._work: queue.SimpleQueue[_Microbatch | None] = queue.SimpleQueue()
+        # Without read-ahead one thread still does the reading, so that a read that hangs can be named.
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(self._work, dataset, self._device),
+                name=f"loader-{dataset.name}-{i}",
+                daemon=True,
+            )
+            for i in range(max(1, self._num_workers))
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._stop = weakref.finalize(self, _stop, self._work, len(self._threads))
+
+    def next_batch(self, global_batch_size: int) -> Tensors:
+        """My rank's rows of the next `global_batch_size` samples, int64 [M*B, S] each, microbatch after microbatch.
+
+        Keys: tokens, labels (-100 = no loss), with the reset flags position_ids and document_ids.
+
+        Raises:
+            ConfigError: global_batch_size does not divide into microbatches; a token id beyond the vocabulary.
+            LoaderStalledError: the data did not come before the other ranks would give up.
+        """
+        step = self._micro_batch_size * self._size
+        count, rest = divmod(global_batch_size, step)
+        if rest or not count:
+            raise ConfigError(
+                f"the global batch size is {global_batch_size}, wanted a multiple of --micro-batch-size "
+                f"{self._micro_batch_size} x {self._size} data-parallel ranks = {step}"
+            )
+        assert self._stop.alive, "the loader is closed"
+        self._ask(count)
+        microbatches = [self._wait(self._asked.popleft()) for _ in range(count)]
+        self.consumed_samples += global_batch_size
+        if self._num_workers:
+            self._ask(max(self._ahead, count), ahead=True)
+        return {
+            key: _join([microbatch[key].to(self._device, non_blocking=True) for microbatch in microbatches])
+            for key in microbatches[0]
+        }
+
+    def close(self) -> None:
+        """Stop the threads. One that hangs in a read is left behind: it cannot keep the process from ending."""
+        self._stop()
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        self._asked.clear()
+
+    def _ask(self, count: int, ahead: bool = False) -> None:
+        """Have `count` microbatches on their way; ahead of need not those behind the end of a set read once."""
+        while len(self._asked) < count:
+            if ahead and self._order.read_once and self._next >= self._order.num_samples:
+                return
+            first = self._next + self._rank * self._micro_batch_size
+            indices = [self._order.sample_at(first + row) for row in range(self._micro_batch_size)]
+            microbatch = _Microbatch(indices)
+            self._next += self._micro_batch_size * self._size
+            self._asked.append(microbatch)
+            self._work.put(microbatch)
+
+    def _wait(self, microbatch: "_Microbatch") -> Tensors:
+        started, warn_at = time.monotonic(), min(_FIRST_WARNING_S, self._timeout / 2)
+        line = f"data-parallel rank {self._rank}: no data of the {self._dataset.name} set"
+        first_line = True
+        while not microbatch.done.wait(max(0.0, started + min(warn_at, self._timeout) - time.monotonic())):
+            waited = time.monotonic() - started
+            # Only the second line says where: finding out reads the index, which may hang as well.
+            where = "" if first_line else f", {self._where(microbatch)}"
+            if waited >= self._timeout:
+                raise LoaderStalledError(f"{line} for {waited:.0f} s{where}")
+            self._warn(f"warning: {line} for {waited:.0f} s: samples {microbatch.indices}{where}")
+            warn_at, first_line = min(2 * waited, self._timeout), False
+        if microbatch.error is not None:
+            raise microbatch.error
+        return microbatch.tensors
+
+    def _where(self, microbatch: "_Microbatch") -> str:
+        if not microbatch.begun:
+            return "the workers are busy with samples before these"
+        places = [self._dataset.locate(index) for index in microbatch.indices if index is not None]
+        return f"reading {'; '.join(places)}"
+
+
+class _Microbatch:
+    """One microbatch on its way through a worker."""
+
+    def __init__(self, indices: list[int | None]):
+        self.indices = indices
+        self.begun = False
+        self.done = threading.Event()
+        self.tensors: Tensors = {}
+        self.error: BaseException | None = None
+
+
+def _serve(work: "queue.SimpleQueue[_Microbatch | None]", dataset: Samples, device: torch.device) -> None:
+    """A worker: make microbatches until None comes. Knows no loader, so that a dropped loader can be collected."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread starts on device 0, and pinning would make a context there
+    while (microbatch := work.get()) is not None:
+        microbatch.begun = True
+        try:
+            arrays = dataset.batch(microbatch.indices)
+            tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+            if device.type == "cuda":
+                tensors = {key: tensor.pin_memory() for key, tensor in tensors.items()}
+            microbatch.tensors = tensors
+        except BaseException as error:  # noqa: BLE001  it belongs to the one who waits for the data
+            microbatch.error = error
+        microbatch.done.set()
+
+
+def _stop(work: "queue.SimpleQueue[_Microbatch | None]", num_threads: int) -> None:
+    """Empty the queue and end the workers."""
+    while True:
+        try:
+            work.get_nowait()
+        except queue.Empty:
+            break
+    for _ in range(num_threads):
+        work.put(None)
+
+
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
