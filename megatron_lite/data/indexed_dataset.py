@@ -5,6 +5,7 @@ number of document boundaries; int32 length of each sequence; int64 byte offset 
 document boundaries in units of sequences. The .bin holds the tokens and nothing else.
 """
 
+import errno
 import hashlib
 import os
 import struct
@@ -329,9 +330,13 @@ class IndexedDatasetBuilder:
 
 
 def _size_of(path: str) -> int:
+    """Bytes of a file that can be read."""
     try:
-        return Path(path).stat().st_size
+        with Path(path).open("rb") as file:
+            return os.fstat(file.fileno()).st_size
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
         hint = ""
         if path.endswith((".bin.idx", ".idx.idx", ".bin.bin", ".idx.bin")):
             hint = "; give the path without .bin or .idx"
