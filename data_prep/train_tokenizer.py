@@ -3,8 +3,9 @@
     python data_prep/train_tokenizer.py --input corpus.jsonl --output tokenizer.model --vocab-size 4096
 
 What comes out spells every text exactly: nothing is normalised, no space is added or dropped, characters outside
-the vocabulary become bytes. (But for U+2581, SentencePiece's own sign for a space, which is read back as one.) Training sees an evenly spaced sample of the input, so time and memory are bounded
-however large the input is, and the same input gives the same tokenizer, byte for byte.
+the vocabulary become bytes. (But for U+2581, SentencePiece's own sign for a space, which is read back as one.)
+Training sees an evenly spaced sample of the input, so time and memory are bounded however large the input is, and
+the same input gives the same tokenizer, byte for byte.
 """
 
 import io

@@ -9,6 +9,7 @@ import gzip
 import io
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,9 +115,9 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
             what = "is a folder without files" if path.is_dir() else "names no file"
             raise ConfigError(f"--input '{word}' {what}, wanted a file, a folder or a glob pattern")
         found.extend(sorted(files))
-    for path in found:
-        if found.count(path) > 1:
-            raise ConfigError(f"--input names '{path}' {found.count(path)} times, wanted each file once")
+    if len(set(found)) < len(found):
+        path, times = Counter(found).most_common(1)[0]
+        raise ConfigError(f"--input names '{path}' {times} times, wanted each file once")
     return found
 
 
@@ -289,7 +290,7 @@ def _read_lines(span: Span, limit: int) -> Iterator[Chunk]:
                 size = len(line)
                 while not line.endswith(b"\n") and (line := stream.readline(1 << 20)):
                     size += len(line)
-                yield Chunk(source.path, "problem", _too_long(size, limit), offset + cut, offset + cut + size)
+                yield Chunk(source.path, "problem", too_long(size, limit), offset + cut, offset + cut + size)
                 offset += cut + size
     except _DAMAGE as error:
         yield Chunk(source.path, "problem", _damaged(source, error), offset, offset + 1)
@@ -303,7 +304,8 @@ def _skip(stream: BinaryIO, source: Source, offset: int) -> None:
         offset -= len(piece)
 
 
-def _too_long(size: int, limit: int) -> tuple[str, str]:
+def too_long(size: int, limit: int) -> tuple[str, str]:
+    """(kind of problem, sentence) for a document of `size` bytes."""
     return "too long", (
         f"has {size:,} bytes, wanted at most {limit:,} in one document (--max-document-megabytes); "
         "the memory needed grows with the longest document"
@@ -320,7 +322,7 @@ def _read_text(source: Source, limit: int) -> Chunk:
     except _DAMAGE as error:
         return Chunk(source.path, "problem", _damaged(source, error), 0, 1)
     if size > limit:
-        return Chunk(source.path, "problem", _too_long(size, limit), 0, 1)
+        return Chunk(source.path, "problem", too_long(size, limit), 0, 1)
     return Chunk(source.path, "text", data.removeprefix(_BOM), 0, 1)
 
 
@@ -343,20 +345,37 @@ def _read_parquet(span: Span, keys: Sequence[str]) -> Iterator[Chunk]:
                     skip -= len(batch)
                     continue
                 columns = [batch.column(batch.schema.get_field_index(key))[skip:].to_pylist() for key in keys]
-                rows, skip = list(zip(*columns)), 0
-                yield Chunk(path, "rows", rows, row, row + len(rows))
-                row += len(rows)
+                skip = 0
+                for chunk in _rows(path, list(zip(*columns)), row):
+                    yield chunk
+                    row = chunk.end
     except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         yield Chunk(path, "problem", ("damaged file", f"is a damaged parquet file: {error}"), row, row + 1)
 
 
+def _rows(path: str, rows: list[tuple], first: int) -> Iterator[Chunk]:
+    """Rows as chunks of about CHUNK_BYTES: a batch of long documents is more than one worker should hold."""
+    start = size = 0
+    for index, row in enumerate(rows):
+        size += sum(len(value) for value in row if isinstance(value, str))
+        if size >= CHUNK_BYTES or index == len(rows) - 1:
+            yield Chunk(path, "rows", rows[start : index + 1], first + start, first + index + 1)
+            start, size = index + 1, 0
+
+
 def read_dataset(
-    name: str, split: str, config_name: str | None, keys: Sequence[str], shard: tuple[int, int]
+    name: str,
+    split: str,
+    config_name: str | None,
+    keys: Sequence[str],
+    shard: tuple[int, int],
+    start: int = 0,
 ) -> Iterator[Chunk]:
     """The rows of a dataset of the `datasets` library: a folder made by save_to_disk, or what load_dataset takes.
 
     Args:
         shard: (number of shards, my shard): contiguous rows, so the shards in order are the whole.
+        start: first row that is still to be read.
 
     Raises:
         ConfigError: the library cannot load it, or it lacks a key.
@@ -381,7 +400,6 @@ def read_dataset(
         )
     number, mine = shard
     begin, finish = len(loaded) * mine // number, len(loaded) * (mine + 1) // number
-    for row in range(begin, finish, 256):
-        end = min(row + 256, finish)
-        columns = loaded[row:end]
-        yield Chunk(name, "rows", list(zip(*(columns[key] for key in keys))), row, end)
+    for row in range(max(begin, start), finish, 256):
+        columns = loaded[row : min(row + 256, finish)]
+        yield from _rows(name, list(zip(*(columns[key] for key in keys))), row)

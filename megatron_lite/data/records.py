@@ -3,11 +3,10 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.documents import Chunk, Source, open_stream
+from megatron_lite.data.documents import Chunk, Source, open_stream, too_long
 from megatron_lite.data.tokenizer import check_unicode
 
 _BOM = b"\xef\xbb\xbf"
@@ -44,7 +43,7 @@ class Records:
     bad: list[Bad] = field(default_factory=list)
 
 
-def parse(chunk: Chunk, keys: Sequence[str]) -> Records:
+def parse(chunk: Chunk, keys: Sequence[str], max_document_bytes: int | None = None) -> Records:
     """Check the documents of `chunk`. Blank lines are no documents; empty texts are documents of no text."""
     records = Records()
     if chunk.kind == "problem":
@@ -53,6 +52,8 @@ def parse(chunk: Chunk, keys: Sequence[str]) -> Records:
     for line, item in enumerate(_items(chunk)):
         try:
             values = _values(chunk.kind, item, keys)
+            if values is not None and max_document_bytes is not None:
+                _check_length(values, max_document_bytes)
         except BadDocument as bad:
             records.bad.append(Bad(bad.kind, bad.sentence, line))
             continue
@@ -130,6 +131,13 @@ def _checked(values: Sequence[Any], keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _check_length(values: Sequence[str], limit: int) -> None:
+    for value in values:
+        # A character is at most four bytes: most texts need no counting.
+        if 4 * len(value) > limit and len(value.encode()) > limit:
+            raise BadDocument(*too_long(len(value.encode()), limit))
+
+
 def _json_type(value: Any) -> str:
     if value is None:
         return "null"
@@ -142,23 +150,31 @@ def _json_type(value: Any) -> str:
     return "object" if isinstance(value, _Pairs | dict) else "list"
 
 
-def place(path: str, kind: str, offset: int, line: int, sources: dict[str, Source]) -> str:
+def place(
+    path: str, kind: str, offset: int, line: int, sources: dict[str, Source], lines_before: int | None = None
+) -> str:
     """'file:line' (or 'file:row', 'file') of a document, for a message.
 
     Args:
         offset: where its chunk begins in the decompressed file: the lines before it are counted here, only when a
             message needs them, so that a shard or a resumed run that starts in mid-file names the right line.
         line: lines after the chunk's first.
+        lines_before: lines before the chunk, where the caller has counted them.
     """
     if kind == "rows":
         return f"{path}:row {offset + line + 1:,}"
     source = sources.get(path)
     if source is None or source.kind != "jsonl":
         return path
-    before = 0
+    if lines_before is None:
+        lines_before = _count_lines(source, offset)
+    return f"{path}:{lines_before + line + 1}"
+
+
+def _count_lines(source: Source, offset: int) -> int:
+    count = 0
     with open_stream(source) as stream:
-        left = offset
-        while left > 0 and (piece := stream.read(min(left, 1 << 20))):
-            before += piece.count(b"\n")
-            left -= len(piece)
-    return f"{Path(path)}:{before + line + 1}"
+        while offset > 0 and (piece := stream.read(min(offset, 1 << 20))):
+            count += piece.count(b"\n")
+            offset -= len(piece)
+    return count
