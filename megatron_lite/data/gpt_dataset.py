@@ -114,7 +114,7 @@ def build_entry(
         plan = plan_epochs(tokens, part.num_samples, length, extra, part.keep_partial)
         random = np.random.RandomState(seed)
         order = build_document_index(part.first, part.stop, plan, random)
-        samples = build_sample_index(lengths[order], length, plan, extra)
+        samples = build_sample_index(lengths, order, length, plan, extra)
         shuffle = build_shuffle_index(plan, random)
         about = {
             "sequences": [part.first, part.stop],

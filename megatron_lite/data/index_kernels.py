@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_PIECE = 1 << 14  # sequences: a few arrays of that length fit into a core's cache
 SEPARATE_LAST_EPOCH_BELOW = 0.80  # Megatron's threshold: share of an epoch the last one has to give
 
 
@@ -79,27 +80,36 @@ def build_shuffle_index(
 
 
 def build_sample_index(
-    lengths: np.ndarray, sequence_length: int, plan: EpochPlan, extra: int
+    lengths: np.ndarray, order: np.ndarray, sequence_length: int, plan: EpochPlan, extra: int
 ) -> np.ndarray:  # int64 [samples + 1, 2]: position in the document index, token offset inside that sequence
     """Where each sample begins. Sample i reads from row i to row i + 1, with `extra` tokens at its end.
 
     Boundary i lies in the sequence that holds token number i * sequence_length + extra, counted from 1.
+    Worked through piece by piece, so that what one step writes is still in the cache when the next one reads it.
 
     Args:
-        lengths: tokens of the sequences in the order of the document index, integers [sequences].
+        lengths: int32 [sequences], tokens of each.
+        order: the document index, positions in `lengths` [num_epochs * sequences].
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    begins = np.arange(plan.num_samples + 1, dtype=np.int64) * sequence_length
-    positions = np.searchsorted(ends, begins + extra)
     index = np.empty((plan.num_samples + 1, 2), dtype=np.int64)
-    partial = begins[-1] + extra > ends[-1]
-    if partial:
-        positions[-1] = len(ends) - 1
-    index[:, 0] = positions
-    index[:, 1] = begins - (ends[positions] - lengths[positions])
     index[0] = 0  # also when the first sequences are empty
-    if partial:  # a short last sample ends where the corpus ends
-        index[-1, 1] = lengths[-1] - extra
+    done, before = 1, 0  # rows written; tokens before this piece
+    for first in range(0, len(order), _PIECE):
+        piece = lengths[order[first : first + _PIECE]]
+        ends = np.cumsum(piece, dtype=np.int64)
+        stop = min(plan.num_samples, (before + int(ends[-1]) - extra) // sequence_length) + 1
+        if stop > done:
+            begins = np.arange(done, stop, dtype=np.int64) * sequence_length - before
+            # Boundaries (counted from `done`) that lie at or before each sequence's end; how many sequences have
+            # no more than b of them is the place of boundary b. Half the time of a binary search for each.
+            passed = np.maximum((ends + (before - extra)) // sequence_length - (done - 1), 0)
+            positions = np.cumsum(np.bincount(passed, minlength=stop - done)[: stop - done])
+            index[done:stop, 0] = positions + first
+            index[done:stop, 1] = begins - ends[positions] + piece[positions]
+            done = stop
+        before += int(ends[-1])
+    if done <= plan.num_samples:  # a short last sample ends where the corpus ends
+        index[-1] = len(order) - 1, int(lengths[order[-1]]) - extra
     return index
 
 

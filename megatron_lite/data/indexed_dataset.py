@@ -100,26 +100,24 @@ class IndexedDataset:
     def _check_sequences(self) -> None:
         """Lengths are not negative, each pointer is where the one before ends, .bin ends where the last does."""
         expected = 0  # byte where the next sequence has to begin
+        steps = np.empty(_CHUNK, dtype=np.int64)  # bytes from each pointer to the next, reused
         for first in range(0, len(self), _CHUNK):
-            lengths = self.sequence_lengths[first : first + _CHUNK].astype(np.int64)
+            lengths = self.sequence_lengths[first : first + _CHUNK]
+            pointers = self.sequence_pointers[first : first + _CHUNK]
+            wanted = np.multiply(lengths, self.dtype.itemsize, dtype=np.int64, out=steps[: len(lengths)])
             if lengths.min() < 0:
                 bad = int(np.argmax(lengths < 0))
                 raise ConfigError(
                     f"{self.idx_path}: length of sequence {first + bad} is {lengths[bad]}, wanted 0 or more"
                 )
-            pointers = np.cumsum(lengths)
-            end = expected + int(pointers[-1]) * self.dtype.itemsize
-            pointers -= lengths
-            pointers *= self.dtype.itemsize
-            pointers += expected
-            seen = self.sequence_pointers[first : first + _CHUNK]
-            if not np.array_equal(pointers, seen):
-                bad = int(np.argmax(pointers != seen))
+            if pointers[0] != expected or not np.array_equal(np.diff(pointers), wanted[:-1]):
+                begins = expected + np.cumsum(wanted) - wanted
+                bad = int(np.argmax(pointers != begins))
                 raise ConfigError(
-                    f"{self.idx_path}: pointer of sequence {first + bad} is {seen[bad]:,}, wanted {pointers[bad]:,}, "
+                    f"{self.idx_path}: pointer of sequence {first + bad} is {pointers[bad]:,}, wanted {begins[bad]:,}, "
                     f"the end of the sequence before it in tokens of {self.dtype.name}"
                 )
-            expected = end
+            expected = int(pointers[-1]) + int(wanted[-1])
         self._check_bin_size(expected)
 
     def _check_bin_size(self, expected: int | None = None) -> None:

@@ -92,7 +92,7 @@ def test_the_last_epoch_is_kept_apart_below_80_percent(wanted, apart):
 )
 def test_sample_index_equals_the_loop(lengths, length, extra, keep_partial):
     plan = plan_epochs(sum(lengths), None, length, extra, keep_partial)
-    ours = build_sample_index(np.array(lengths, dtype=np.int32), length, plan, extra)
+    ours = build_sample_index(np.array(lengths, dtype=np.int32), np.arange(len(lengths)), length, plan, extra)
     assert ours.dtype == np.int64
     assert [tuple(row) for row in ours.tolist()] == sample_index_by_loop(
         lengths, length, plan.num_samples, extra
@@ -115,7 +115,7 @@ def test_shuffles_draw_from_one_stream_in_megatrons_order():
 def test_positions_past_2_to_the_31():
     lengths = np.full(40, 10**8, dtype=np.int32)
     plan = plan_epochs(4 * 10**9, None, 10**6, 1)
-    index = build_sample_index(lengths, 10**6, plan, 1)
+    index = build_sample_index(lengths, np.arange(40), 10**6, plan, 1)
     assert plan.num_samples == 3999
     assert index[3999].tolist() == [39, 99 * 10**6]
     assert (index[:, 0] * 10**8 + index[:, 1]).tolist() == [i * 10**6 for i in range(4000)]
