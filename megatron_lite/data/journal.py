@@ -4,6 +4,7 @@ The folder PREFIX.partial holds, for each dataset, the tokens and one int32 leng
 far these files are good and whatever the caller needs to go on. Nothing grows in memory with the input.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -125,8 +126,11 @@ class Journal:
         write_aside(self.folder / "state.json", content)
         self.state, self._complete = state, complete
 
-    def publish(self) -> None:
-        """Make the pairs appear under their names and remove the folder. Can be repeated after an interruption."""
+    def publish(self, about: Sequence[dict[str, Any]]) -> None:
+        """Make the pairs appear under their names, with NAME.json that holds `about` each, and remove the folder.
+
+        Can be repeated after an interruption.
+        """
         assert self._complete
         self._close()
         for number, name in enumerate(self.names):
@@ -136,6 +140,7 @@ class Journal:
                 Path(f"{name}.idx").unlink(
                     missing_ok=True
                 )  # an old .idx must never be seen beside a new .bin
+                write_aside(Path(f"{name}.json"), about[number])
                 bin_path.rename(f"{name}.bin")
             if idx_path.exists():
                 idx_path.rename(f"{name}.idx")
@@ -166,19 +171,20 @@ class Journal:
                 file.close()
         self._files = []
 
-    def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+    def release(self) -> None:
+        """Let go of the folder; it stays for a run that resumes."""
         for pair in self._files:
             for file in pair:
-                # Closing flushes, and on a full disk that fails once more; what is left is removed either way.
-                try:
+                # Closing flushes, and on a full disk that fails once more; the last commit is what counts.
+                with contextlib.suppress(OSError):
                     file.close()
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
         self._files = []
-        shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        self.release()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def write_index(

@@ -1,0 +1,387 @@
+"""Text in any form -> token ids in Megatron's indexed format, PREFIX_KEY_document.bin and .idx.
+
+    python data_prep/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --workers 8
+
+The input is read once, in order, by this process; workers check, parse and tokenize; this process writes what they
+give back, in the order of the input, so the number of workers never shows in the output. What is written grows in
+PREFIX.partial and gets its name when it is whole; after an interruption --resume goes on from there.
+"""
+
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.config import ConfigError
+from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.data.documents import (
+    Chunk,
+    Source,
+    Span,
+    find_files,
+    identify,
+    read_chunks,
+    read_dataset,
+    resume_spans,
+    split_spans,
+)
+from megatron_lite.data.encoding import ChunkEncoder, Encoded, EncodingOptions
+from megatron_lite.data.indexed_dataset import best_dtype
+from megatron_lite.data.journal import Journal, disk_error
+from megatron_lite.data.records import place
+from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.data.workers import map_in_order
+
+MAX_EXAMPLES = 3  # bad documents shown of each kind
+NO_EFFECT = {
+    "partitions": "the output is in the order of the input for any --workers",
+    "keep_sequential_samples": "the order is always kept",
+    "keep_newlines": "sentences are not split",
+    "lang": "sentences are not split",
+    "dataset_impl": "the indexed format is the only one",
+}
+
+
+@dataclass
+class Tally:
+    """Where the run stands: what was counted so far, and the position in the input that it stands for."""
+
+    documents: int = 0
+    empty: int = 0
+    tokens: int = 0  # of all keys
+    text_bytes: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+    path: str = ""  # of the file that is being read
+    position: int = 0  # of the next byte or row in it
+    lines: int | None = (
+        None  # before that position; None = not known, the file was not read from its beginning
+    )
+
+
+@dataclass(frozen=True)
+class Input:
+    """What this run reads: the spans of its files, or a part of a dataset of the `datasets` library."""
+
+    sources: dict[str, Source]
+    spans: list[Span]
+    dataset: tuple[str, str, str | None] | None
+    shard: tuple[int, int]
+    keys: tuple[str, ...]
+    max_document_bytes: int
+
+    def chunks(self, start: Tally) -> Iterator[Chunk]:
+        """The chunks from the position of `start` on."""
+        if self.dataset is not None:
+            yield from read_dataset(*self.dataset, self.keys, self.shard, start.position)
+            return
+        index = next((i for i, span in enumerate(self.spans) if span.source.path == start.path), 0)
+        for span in resume_spans(self.spans, index, start.position):
+            yield from read_chunks(span, self.keys, self.max_document_bytes)
+
+    def starts_at_top(self, path: str) -> bool:
+        """Whether the first line read of `path` is its first line."""
+        return all(span.start == 0 for span in self.spans if span.source.path == path)
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Bytes of text to come, None where only reading tells."""
+        known = all(
+            s.source.compression is None and s.source.kind in ("jsonl", "text", "empty") for s in self.spans
+        )
+        if self.dataset is not None or not known:
+            return None
+        return sum((span.source.size if span.end is None else span.end) - span.start for span in self.spans)
+
+
+def open_input(arguments: Namespace) -> Input:
+    """Find and identify what the flags name. Raises ConfigError for a name without files, a file without access."""
+    shard = (arguments.num_shards, arguments.shard_id)
+    sources = [identify(path) for path in find_files(arguments.input)] if arguments.input else []
+    dataset = (
+        (arguments.dataset, arguments.dataset_split, arguments.dataset_config) if arguments.dataset else None
+    )
+    return Input(
+        sources={source.path: source for source in sources},
+        spans=split_spans(sources, *shard),
+        dataset=dataset,
+        shard=shard,
+        keys=tuple(arguments.json_keys),
+        max_document_bytes=int(arguments.max_document_megabytes * 1e6),
+    )
+
+
+def output_names(arguments: Namespace) -> list[str]:
+    """Path prefix of each key's dataset."""
+    shard = f"_{arguments.shard_id:05d}-of-{arguments.num_shards:05d}" if arguments.num_shards > 1 else ""
+    return [f"{arguments.output_prefix}_{key}_document{shard}" for key in arguments.json_keys]
+
+
+def signature(source: Input, options: EncodingOptions, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What has to be the same for a resumed run."""
+    files = [[path, item.size, Path(path).stat().st_mtime_ns] for path, item in source.sources.items()]
+    return {
+        "input": files or list(source.dataset or ()),
+        "shard": list(source.shard),
+        "json keys": list(source.keys),
+        "tokenizer": tokenizer.fingerprint,
+        "append eod": options.append_eod,
+        "longest document": options.max_document_bytes,
+    }
+
+
+def about(names: Sequence[str], tokenizer: Tokenizer, options: EncodingOptions) -> list[dict[str, Any]]:
+    """What NAME.json says of each dataset: which tokenizer made it."""
+    facts = {
+        "tokenizer": tokenizer.name,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "append_eod": options.append_eod,
+        "dtype": options.dtype,
+    }
+    return [dict(facts, key=key) for key in options.keys]
+
+
+def take(tally: Tally, chunk: Chunk, encoded: Encoded, source: Input, skip_bad: bool) -> None:
+    """Count a chunk. Raises ConfigError at the first bad document unless such are skipped."""
+    if chunk.path != tally.path:
+        tally.path, tally.lines = chunk.path, 0 if source.starts_at_top(chunk.path) else None
+    for bad in encoded.bad:
+        shown = tally.skipped.get(bad.kind, 0)
+        if not skip_bad or shown < MAX_EXAMPLES:
+            where = place(chunk.path, chunk.kind, chunk.offset, bad.line, source.sources, tally.lines)
+            if not skip_bad:
+                raise ConfigError(f"{where}: {bad.sentence}; --skip-bad-documents leaves such documents out")
+            tally.examples.append(f"{where}: {bad.sentence}")
+        tally.skipped[bad.kind] = shown + 1
+    if encoded.lengths:
+        tally.documents += len(encoded.lengths[0])
+        tally.empty += int(np.all([lengths == 0 for lengths in encoded.lengths], axis=0).sum())
+    tally.tokens += sum(map(len, encoded.tokens))
+    tally.text_bytes += encoded.text_bytes
+    tally.lines = None if tally.lines is None else tally.lines + encoded.num_lines
+    tally.position = chunk.end
+
+
+class Progress:
+    """A bar on a terminal; in a log a line every ten seconds, or after every `log_interval` documents."""
+
+    def __init__(self, total: int | None, log_interval: int | None) -> None:
+        self._interval, self._next, self._started = log_interval, log_interval or 0, time.perf_counter()
+        wait = 0.2 if sys.stderr.isatty() else 10
+        self._bar = tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            mininterval=wait,
+            disable=log_interval is not None,
+            dynamic_ncols=True,
+            desc="tokenizing",
+        )
+
+    def update(self, size: int, documents: int, tokens: int) -> None:
+        """`size` more bytes are done; `documents` and `tokens` in all."""
+        rate = tokens / max(1e-9, time.perf_counter() - self._started)
+        if self._interval is None:
+            self._bar.set_postfix_str(f"{documents:,} documents, {rate:,.0f} tokens/s", refresh=False)
+            self._bar.update(size)
+        elif documents >= self._next:
+            print(
+                f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._next = documents + self._interval
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def tokenize(
+    source: Input, options: EncodingOptions, journal: Journal, tally: Tally, arguments: Namespace
+) -> None:
+    """Read, encode and append everything from where `tally` stands, committing every few seconds."""
+    progress = Progress(source.total_bytes, arguments.log_interval)
+    before, last_commit = tally.tokens, time.monotonic()
+    results = map_in_order(
+        partial(ChunkEncoder, options), source.chunks(tally), arguments.workers, lambda chunk: chunk.size
+    )
+    try:
+        for chunk, encoded in results:
+            take(tally, chunk, encoded, source, arguments.skip_bad_documents)
+            for key, (tokens, lengths) in enumerate(zip(encoded.tokens, encoded.lengths)):
+                journal.append(key, tokens, lengths)
+            progress.update(chunk.size, tally.documents, tally.tokens - before)
+            if time.monotonic() - last_commit >= arguments.commit_interval:
+                journal.commit(asdict(tally))
+                last_commit = time.monotonic()
+    finally:
+        results.close()  # ends the workers, whatever happened
+        progress.close()
+    if arguments.num_shards == 1 and tally.documents == tally.empty:
+        what = f"{tally.documents:,} documents, all without text" if tally.documents else "no document"
+        skipped = f" ({sum(tally.skipped.values()):,} bad ones were left out)" if tally.skipped else ""
+        raise ConfigError(f"{_input_words(arguments)} holds {what}{skipped}, wanted text to tokenize")
+    journal.commit(asdict(tally), complete=True)
+
+
+def preprocess(arguments: Namespace) -> None:
+    """The whole run. Raises ConfigError and RunError; what was written aside stays only if --resume can use it."""
+    tokenizer_flags = tokenizer_config(arguments)
+    tokenizer = build_tokenizer(tokenizer_flags, arguments.vocab_size)
+    source = open_input(arguments)
+    options = EncodingOptions(
+        tokenizer=tokenizer_flags,
+        vocab_size=arguments.vocab_size,
+        keys=source.keys,
+        append_eod=arguments.append_eod,
+        dtype=np.dtype(best_dtype(tokenizer.vocab_size)).name,
+        max_document_bytes=source.max_document_bytes,
+    )
+    names = output_names(arguments)
+    Path(names[0]).parent.mkdir(parents=True, exist_ok=True)
+    shard = f".{arguments.shard_id:05d}" if arguments.num_shards > 1 else ""
+    wanted = signature(source, options, tokenizer)
+    journal = Journal(f"{arguments.output_prefix}{shard}", names, options.dtype, wanted, arguments.resume)
+    tally = Tally(**(journal.state or {}))
+    if journal.state:
+        print(f"going on after {tally.documents:,} documents, {tally.tokens:,} tokens", file=sys.stderr)
+    started, before = time.perf_counter(), tally.tokens
+    try:
+        if not journal.complete:
+            tokenize(source, options, journal, tally, arguments)
+        journal.publish(about(names, tokenizer, options))
+    except BaseException as error:
+        kept = journal.state is not None
+        journal.release() if kept else journal.remove()
+        hint = f"what was done is kept in '{journal.folder}': --resume goes on" if kept else ""
+        if isinstance(error, OSError):
+            error = disk_error(error, str(journal.folder))
+        raise (
+            type(error)(f"{error}; {hint}".removeprefix("; ")) if _worded(error) and hint else error
+        ) from None
+    summarise(tally, names, tokenizer, options, time.perf_counter() - started, before, arguments)
+
+
+def _worded(error: BaseException) -> bool:
+    return isinstance(error, ConfigError | RuntimeError | KeyboardInterrupt)
+
+
+def summarise(
+    tally: Tally,
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    options: EncodingOptions,
+    seconds: float,
+    before: int,
+    arguments: Namespace,
+) -> None:
+    """Print what was made. `before`: tokens of an earlier, interrupted run."""
+    done = tally.tokens - before
+    print(f"tokenizer   {tokenizer.name}, {tokenizer.vocab_size:,} tokens, eod {tokenizer.eod}")
+    print(
+        f"documents   {tally.documents:,}{f', {tally.empty:,} of them without text' if tally.empty else ''}"
+    )
+    if not options.append_eod:
+        print("            not ended by eod: --append-eod was not given")
+    ratio = f", {tally.text_bytes / tally.tokens:.2f} bytes of text each" if tally.tokens else ""
+    print(f"tokens      {tally.tokens:,}{ratio}")
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(tally.skipped.items()))
+    print(f"skipped     {sum(tally.skipped.values()):,}{f': {kinds}' if kinds else ''}")
+    for example in tally.examples:
+        print(f"            {example}")
+    rate = done / max(seconds, 1e-9)
+    print(f"time        {seconds:,.1f} s, {rate:,.0f} tokens/s with {arguments.workers} workers")
+    for name in names:
+        size = Path(f"{name}.bin").stat().st_size
+        print(f"written     {name}.bin ({size:,} bytes, {options.dtype}) and .idx")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse `argv`, check what argparse cannot, run."""
+    arguments = build_parser().parse_args(argv)
+    if arguments.split_sentences:
+        raise ConfigError(
+            "--split-sentences is not supported: GPT samples run over sentences and documents alike"
+        )
+    if bool(arguments.input) == bool(arguments.dataset):
+        raise ConfigError("either --input or --dataset is wanted, and not both")
+    if len(set(arguments.json_keys)) < len(arguments.json_keys) or any(
+        "/" in key for key in arguments.json_keys
+    ):
+        raise ConfigError(
+            f"--json-keys is {' '.join(arguments.json_keys)}, wanted different keys without '/'"
+        )
+    if arguments.shard_id >= arguments.num_shards:
+        raise ConfigError(
+            f"--shard-id is {arguments.shard_id}, wanted less than --num-shards {arguments.num_shards}"
+        )
+    for flag, reason in NO_EFFECT.items():
+        if getattr(arguments, flag) is not None:
+            print(f"note: --{flag.replace('_', '-')} has no effect: {reason}", file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    preprocess(arguments)
+
+
+def build_parser() -> Parser:
+    """The flags of this script: Megatron's, and those for what it cannot do."""
+    parser = Parser("Tokenize text into Megatron's indexed format.")
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input", nargs="+", help="files, folders, glob patterns: JSON lines, text, parquet; .gz, .zst"
+    )
+    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns; one dataset each")
+    group.add_argument("--dataset", help="instead of --input: name or folder for the `datasets` library")
+    group.add_argument("--dataset-split", default="train", help="split of --dataset (default: train)")
+    group.add_argument("--dataset-config", help="configuration name of --dataset")
+    group.add_argument(
+        "--skip-bad-documents", action="store_true", help="leave them out and count them by kind"
+    )
+    size = {"type": number(0.001, float, 2000), "default": 64.0}
+    group.add_argument("--max-document-megabytes", **size, help="longer ones are bad documents (default: 64)")
+    group.add_argument("--num-shards", type=number(1), default=1, help="cut the input into so many jobs")
+    group.add_argument("--shard-id", type=number(0), default=0, help="which of them this is, from 0")
+    add_tokenizer_flags(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
+    group.add_argument("--append-eod", action="store_true", help="end each document with the tokenizer's eod")
+    group.add_argument("--resume", action="store_true", help="go on with PREFIX.partial if there is one")
+    interval = {"type": number(0, float), "default": 20.0}
+    group.add_argument(
+        "--commit-interval", **interval, help="seconds between points to resume from (default: 20)"
+    )
+    group = parser.add_argument_group("run")
+    cores = len(os.sched_getaffinity(0))
+    group.add_argument("--workers", type=number(0), default=cores, help="processes; 0 = all in this one")
+    group.add_argument(
+        "--log-interval", type=number(1), help="a line after so many documents instead of a bar"
+    )
+    group = parser.add_argument_group("Megatron's, without effect here")
+    group.add_argument("--split-sentences", action="store_true", help="refused: for BERT-style samples")
+    group.add_argument("--partitions", type=int, help="no effect")
+    group.add_argument("--keep-sequential-samples", action="store_const", const=True, help="no effect")
+    group.add_argument("--keep-newlines", action="store_const", const=True, help="no effect")
+    group.add_argument("--lang", help="no effect")
+    group.add_argument("--dataset-impl", help="no effect")
+    return parser
+
+
+def _input_words(arguments: Namespace) -> str:
+    return f"--dataset {arguments.dataset}" if arguments.dataset else f"--input {' '.join(arguments.input)}"
+
+
+if __name__ == "__main__":
+    run(main)
