@@ -108,19 +108,28 @@ class DotProductAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """q [B, N, Q, D], k and v [B, G, S, D] -> [B, N, Q, D]; the Q queries are the last Q of S positions."""
+        if document_ids is not None and q.shape[2] != k.shape[2]:
+            same = document_ids[:, -q.shape[2] :, None] == document_ids[:, None]  # [B, Q, S]
+            return self._causal(q, k, v, same[:, None])
         if document_ids is not None and q.is_cuda and self.dropout == 0.0:
             return self._flex(q, k, v, document_ids)
         if document_ids is not None:
             return self._by_document(q, k, v, document_ids)
         return self._causal(q, k, v)
 
-    def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Plain causal attention by SDPA; a mask is made only for a window or a cache."""
+    def _causal(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Causal attention by SDPA; a mask is made only for a window, fewer queries than keys, or `allowed`.
+
+        allowed: boolean [B, 1, Q, S], what may be seen besides.
+        """
         num_queries, num_keys = q.shape[2], k.shape[2]
         windowed = self.window is not None and self.window < num_keys - 1
         mask = None
-        if windowed or (num_queries != num_keys and num_queries > 1):
+        if windowed or allowed is not None or (num_queries != num_keys and num_queries > 1):
             mask = band_mask(num_queries, num_keys, self.window if windowed else None, q.device)
+            mask = mask if allowed is None else mask & allowed
         if q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         arguments = {

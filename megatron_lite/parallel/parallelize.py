@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lite.config import Config
 from megatron_lite.mesh import ParallelMesh
+from megatron_lite.parallel.context import apply_context_parallel
 from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.partition import StagePlan
 from megatron_lite.parallel.recompute import apply_recompute
@@ -38,6 +39,8 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
     """Apply every parallelism to one chunk, in place, and give it its initial weights."""
     if mesh.size("tp") > 1:
         apply_tensor_parallel(chunk, mesh.root["tp"], config.parallel)
+    if mesh.size("cp") > 1:
+        apply_context_parallel(chunk, mesh)
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
         compile_blocks(chunk)

@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from megatron_lite.config import Config
 from megatron_lite.mesh import ParallelMesh
+from megatron_lite.parallel.context import my_part_of_sequence
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.partition import StagePlan
 from megatron_lite.parallel.tied import TiedWeights
@@ -123,6 +124,7 @@ class Pipeline:
 
     def _run(self, step: Callable[..., Any], batch: Batch) -> None:
         """The call that torch 2.11 to 2.13 share: the whole batch, which the schedule cuts along dim 0."""
+        batch = my_part_of_sequence(batch, self.mesh)
         tokens = (batch["tokens"],) if self.has_first else ()
         inputs = {key: tensor for key, tensor in batch.items() if key != "tokens"}
         target = batch["labels"] if self.has_last else None
