@@ -87,13 +87,16 @@ class Samples(ABC):
         options = self.options
         texts = np.empty((len(indices), options.text_length), dtype=np.int64)
         for row, index in enumerate(indices):
-            filled = 0 if index is None else self.read(index, texts[row])
-            texts[row, filled:] = _PAD
-            if index is not None and options.vocab_size is not None:
-                self._check(index, texts[row, :filled])
+            text = texts[row]
+            filled = 0 if index is None else self.read(index, text)
+            if filled < len(text):
+                text[filled:] = _PAD
+                text = text[:filled]
+            if options.vocab_size is not None:
+                self._check(index, text)
         return assemble(texts, options)
 
-    def _check(self, index: int, text: np.ndarray) -> None:
+    def _check(self, index: int | None, text: np.ndarray) -> None:
         vocab_size = self.options.vocab_size
         # As unsigned numbers the negative ones are huge: one pass finds both kinds.
         if not len(text) or text.view(np.uint64).max() < vocab_size:
@@ -112,14 +115,20 @@ def assemble(texts: np.ndarray, options: SampleOptions) -> Batch:
         texts: int64 [B, text_length], -1 behind the end of a short sample.
     """
     length = options.sequence_length
-    tokens = np.ascontiguousarray(texts[:, :length])
-    labels = np.full(tokens.shape, _PAD, dtype=np.int64)
-    labels[:, : texts.shape[1] - 1] = texts[:, 1:]
-    is_eod = tokens == options.eod if options.eod is not None else None
+    tokens = texts[:, :length].copy()
+    if options.extra_token:
+        labels = texts[:, 1:].copy()
+    else:
+        labels = np.full_like(tokens, _PAD)
+        labels[:, :-1] = tokens[:, 1:]
+    is_eod = None
+    if options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask:
+        is_eod = tokens == options.eod
     if options.eod_mask_loss:
         labels[is_eod] = IGNORED_LABEL
-    labels[labels == _PAD] = IGNORED_LABEL
-    tokens[tokens == _PAD] = 0  # any id that the embedding has
+    if (labels[:, -1] == _PAD).any():  # padding is always at the end
+        labels[labels == _PAD] = IGNORED_LABEL
+        tokens[tokens == _PAD] = 0  # any id that the embedding has
     batch = {"tokens": tokens, "labels": labels}
     if options.reset_position_ids:
         # The token after an eod is position 0: each takes the place of the last such start from its own.
