@@ -110,6 +110,8 @@ def _split_embedding(embedding: nn.Module, mesh: DeviceMesh, hidden: Placement) 
         )
     by_vocabulary = RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden)
     parallelize_module(embedding.word_embeddings, mesh, by_vocabulary)
+    # A copy: FSDP warns at a module that returns a view, and DTensor's local part is one.
+    embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
     if embedding.position_embeddings is not None:
         parallelize_module(embedding.position_embeddings, mesh, ReplicatedWeights(hidden, Replicate()))
 
