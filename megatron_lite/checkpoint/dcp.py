@@ -1,9 +1,11 @@
 """Tensors into a folder in the format of torch.distributed.checkpoint (DCP), every file hashed as it is written."""
 
+import errno
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,19 +44,35 @@ def save_pieces(
         CheckpointException: on every rank, when any rank failed.
     """
     writer = _Writer(storage, folder)
+    planner = _Planner(storage.free_bytes())
     # The manifest holds a sha256 of every file; zip's own checksum would be computed on top, at half the speed.
     with torch.utils.serialization.config.patch("save.compute_crc32", False):
-        dcp.save(
-            pieces, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None
-        )
+        dcp.save(pieces, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    return writer.fs.entries
+
+
+def save_batches(storage: Storage, folder: str, batches: Iterable[dict[str, Piece]]) -> dict[str, FileEntry]:
+    """The same in one process for pieces that need not fit in memory together: a file per batch."""
+    writer, whole, results = _Writer(storage, folder), Metadata({}), []
+    for number, batch in enumerate(batches):
+        planner = _Planner(storage.free_bytes())
+        planner.set_up_planner(batch, writer.storage_meta(), is_coordinator=True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        plan = writer.prepare_global_plan(plans * (number + 1))[number]  # gives the file its number
+        results.append(writer.write_data(planner.finish_plan(plan), planner).value())
+        repeated = metadata.state_dict_metadata.keys() & whole.state_dict_metadata.keys()
+        assert not repeated, f"written twice: {sorted(repeated)}"
+        whole.state_dict_metadata.update(metadata.state_dict_metadata)
+    writer.finish(whole, results)
     return writer.fs.entries
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner, told directly which box of which tensor this rank holds."""
+    """DCP's planner, told directly which box of which tensor this rank holds, and how much room there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, free_bytes: int | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._free_bytes = free_bytes
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_write_item(name, piece) for name, piece in self.state_dict.items()])
@@ -75,6 +93,12 @@ class _Planner(DefaultSavePlanner):
             assert held == math.prod(kept.size), (
                 f"the ranks' pieces of {name} hold {held:,} of {list(kept.size)}"
             )
+        wanted = sum(
+            math.prod(kept.size) * kept.properties.dtype.itemsize
+            for kept in metadata.state_dict_metadata.values()
+        )
+        if self._free_bytes is not None and wanted > self._free_bytes:
+            raise OSError(errno.ENOSPC, f"{wanted:,} bytes are to be written, {self._free_bytes:,} are free")
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
@@ -124,6 +148,9 @@ class _Files(FileSystemBase):
         stream = _HashedFile(self.storage, str(path))
         try:
             yield stream
+        except Exception:
+            # torch's archive writer turns an OSError of the file (disk full) into a complaint about positions.
+            raise stream.error or sys.exception() from None
         finally:
             stream.close()
         self.entries[str(path).rsplit("/", 1)[-1]] = stream.entry()
@@ -161,6 +188,7 @@ class _HashedFile:
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(max_workers=1)
         self._size = self._unsynced = 0
+        self.error: OSError | None = None
 
     def write(self, data: memoryview | bytes) -> int:
         """All of data."""
@@ -170,6 +198,9 @@ class _HashedFile:
         try:
             for start in range(0, len(view), _SYNC_BYTES):
                 self._write_part(view[start : start + _SYNC_BYTES])
+        except OSError as error:
+            self.error = error
+            raise
         finally:
             if threaded:
                 hashed.result()  # the caller may reuse its memory once we return

@@ -8,6 +8,7 @@ SAVE/iter_0000010.replaced/              the earlier step 10 while a new one tak
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -151,12 +152,9 @@ def survey(
         step = int(match[1]) if match else None
         if step is None or folder_name(step) != base:
             if name.startswith("iter_") and not name.endswith(ASIDE):
-                try:  # a renamed folder is worth a word, anything else is not ours
-                    broken[name] = (
-                        f"it holds iteration {read_manifest(storage, name).iteration}: it was renamed"
-                    )
-                except IncompleteError:
-                    pass
+                with suppress(IncompleteError):  # a renamed folder is worth a word, anything else is not ours
+                    step = read_manifest(storage, name).iteration
+                    broken[name] = f"it holds iteration {step}: it was renamed"
             continue
         reason = (rejected or {}).get(storage.full(name)) or why_incomplete(storage, name, step)
         if reason is not None:

@@ -57,21 +57,30 @@ def elements_start(file: BinaryIO, chunk: StoredChunk, dtype: torch.dtype) -> in
     try:
         archive = zipfile.ZipFile(_Window(file, chunk.start, chunk.length))
         entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
-        info = entries["data/0"]
-        order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else sys.byteorder
+        info, order = entries["data/0"], entries.get("byteorder")
     except (zipfile.BadZipFile, KeyError, OSError, ValueError, NotImplementedError) as error:
         raise RecordError(f"{chunk.file} at byte {chunk.start:,} holds no tensor ({error})") from None
     wanted = math.prod(chunk.sizes) * dtype.itemsize
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size != wanted or order != sys.byteorder:
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != wanted:
         raise RecordError(
-            f"{chunk.file} at byte {chunk.start:,} holds {info.file_size:,} bytes ({order} endian), "
-            f"wanted {wanted:,} ({sys.byteorder})"
+            f"{chunk.file} at byte {chunk.start:,} holds {info.file_size:,} bytes, wanted {wanted:,}"
         )
+    if order is not None:
+        file.seek(_entry_start(file, chunk, order))
+        if file.read(order.file_size).decode("ascii", "replace") != sys.byteorder:
+            raise RecordError(
+                f"{chunk.file} was written on a machine of the other byte order than {sys.byteorder}"
+            )
+    return _entry_start(file, chunk, info)
+
+
+def _entry_start(file: BinaryIO, chunk: StoredChunk, info: zipfile.ZipInfo) -> int:
+    """Where an entry's content begins: behind its header, whose length is known from the header alone."""
     file.seek(chunk.start + info.header_offset)
     header = file.read(_LOCAL_HEADER)
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     start = info.header_offset + _LOCAL_HEADER + names
-    if start + wanted > chunk.length:
+    if start + info.file_size > chunk.length:
         raise RecordError(f"{chunk.file} at byte {chunk.start:,} ends too early")
     return chunk.start + start
 

@@ -1,0 +1,78 @@
+"""What one rank does for all, or all do together, so that an error on any rank is the same error on every rank."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lite.config import ConfigError
+
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """The ranks of a group, or this process alone (None without a default group)."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self.group is None:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def first(self, function: Callable[[], Result]) -> Result:
+        """Rank 0's result, on every rank.
+
+        Raises:
+            ConfigError: what rank 0 raised, as one sentence.
+        """
+        outcome = self._attempt(function) if self.rank == 0 else None
+        if self.group is not None:
+            box = [outcome]
+            dist.broadcast_object_list(box, group_src=0, group=self.group)
+            outcome = box[0]
+        result, problem = outcome
+        if problem is not None:
+            raise ConfigError(problem)
+        return result
+
+    def together(self, function: Callable[[], Result]) -> Result:
+        """This rank's own result, once every rank has one.
+
+        Raises:
+            ConfigError: on every rank, what the first failing rank raised, as one sentence.
+        """
+        result, problem = self._attempt(function)
+        problems = [text for text in self.gather(problem) if text is not None]
+        if problems:
+            raise ConfigError(problems[0])
+        return result
+
+    @staticmethod
+    def _attempt(function: Callable[[], Result]) -> tuple[Result | None, str | None]:
+        try:
+            return function(), None
+        except (ConfigError, OSError) as error:
+            return None, sentence(error)
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one line, for people; DCP's collection of errors is its first rank's."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items())
+        return f"{sentence(cause)} (rank {rank})"
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,275 @@
+"""Save and load the state of a run, on all ranks: whole or not at all, in the background if asked, in any layout.
+
+A save writes aside, syncs, hashes, renames, and moves the pointer last. Nothing outside the folder being written
+changes before it is complete, so a kill at any moment leaves the checkpoint before it as it was.
+"""
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lite.checkpoint.agreement import Ranks, sentence
+from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
+from megatron_lite.checkpoint.dcp import save_pieces
+from megatron_lite.checkpoint.folder import Found, deletable, find_checkpoint, survey
+from megatron_lite.checkpoint.manifest import FileEntry, read_manifest, why_corrupt
+from megatron_lite.checkpoint.pieces import Piece, piece_of
+from megatron_lite.checkpoint.reading import RANDOM_PREFIX, CheckpointReader
+from megatron_lite.checkpoint.storage import parent_of, storage_for
+from megatron_lite.checkpoint.writing import NewFolder, state_files
+from megatron_lite.config import Config, ConfigError
+
+_LISTED = 8
+
+
+class Checkpointer:
+    """Saves to --save, loads what --load and its kin name. Every method is called by all ranks.
+
+    Args:
+        group: a gloo group of all ranks that nothing else uses (a background save talks over it); None: the
+            default group, or this process alone.
+        layout: mesh axis -> size; coordinates: mesh axis -> this rank's position.
+        tokenizer_files: copied into every checkpoint.
+
+    Raises:
+        ConfigError: --save cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        group: dist.ProcessGroup | None,
+        layout: Mapping[str, int],
+        coordinates: Mapping[str, int],
+        tokenizer_files: Iterable[Path] = (),
+    ) -> None:
+        self._config = config
+        self._ranks = Ranks(group)
+        self._layout = dict(layout)
+        self._me = ".".join(f"{axis}{position}" for axis, position in coordinates.items())
+        self._tokenizer_files = tuple(tokenizer_files)
+        self._staging: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        self._iteration = 0
+        if config.checkpoint.save:
+            self._storage = storage_for(config.checkpoint.save)
+            self._ranks.first(self._check_writable)
+
+    def save(
+        self,
+        iteration: int,
+        tensors: Mapping[str, torch.Tensor],
+        train_state: Mapping[str, Any],
+        rank_state: Mapping[str, torch.Tensor],
+    ) -> bool:
+        """Save, or with --async-save copy the state to memory and write it in the background.
+
+        tensors: global name -> weight or optimizer state, plain or DTensor. rank_state: this rank's generators.
+        An earlier save still being written is waited for.
+
+        Returns:
+            whether it is saved (or being written). A failed save is one warning, and training goes on.
+
+        Raises:
+            ConfigError: the save, or the one before it, failed and --exit-on-save-failure is given.
+        """
+        self.close()
+        pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
+        pieces |= {f"{RANDOM_PREFIX}{self._me}.{key}": piece_of(value) for key, value in rank_state.items()}
+        state = dict(train_state) | {"iteration": iteration, "layout": self._layout}
+        files = state_files(self._config.to_dict(), state, self._tokenizer_files)
+        self._iteration = iteration
+        if not self._config.checkpoint.async_save:
+            self._write(iteration, pieces, files)
+            return self._report()
+        pieces = self._stage(pieces)
+        self._thread = threading.Thread(
+            target=self._write, args=(iteration, pieces, files), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        return True
+
+    def poll(self) -> None:
+        """Tell how a background save ended, once it did. Cheap: call it every step. Raises as save does."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.close()
+
+    def close(self) -> None:
+        """Wait for a background save. Raises as save does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._report()
+
+    def find(self) -> Found | None:
+        """The checkpoint to load, the same on all ranks; None: there is none, start afresh.
+
+        With --verify-integrity every file is hashed, spread over the ranks, and a checkpoint that fails does not
+        count.
+
+        Raises:
+            ConfigError: as find_checkpoint.
+        """
+        config, rejected = self._config.checkpoint, {}
+        while True:
+            found = self._ranks.first(lambda: find_checkpoint(config, rejected))
+            problem = self._corruption(found) if found is not None and config.verify_integrity else None
+            if problem is None:
+                break
+            rejected[found.path] = problem
+        if found is not None and self._ranks.rank == 0:
+            for note in found.notes:
+                print(f"warning: {note}", flush=True)
+        return found
+
+    def read_train_state(self, found: Found) -> dict[str, Any]:
+        """What was given to save as train_state, and "layout"."""
+        return self._ranks.first(lambda: CheckpointReader(found).train_state)
+
+    def read_config(self, found: Found) -> StoredConfig:
+        """Config.to_dict() of the run that saved."""
+        return self._ranks.first(lambda: read_stored_config(found))
+
+    def load(self, found: Found, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill tensors, in place, from a checkpoint of any layout. Names that are not asked for are left.
+
+        A wider dtype than the stored one is filled exactly, with a line that says so.
+
+        Raises:
+            ConfigError: names are missing, shapes differ, or values would be rounded; all are listed, and nothing
+                is changed. Or the files cannot be read.
+        """
+        with self._ranks.together(lambda: CheckpointReader(found)) as reader:
+            self._check_tensors(reader, tensors)
+            self._ranks.together(lambda: _fill(reader, tensors))
+
+    def load_rank_state(self, found: Found) -> dict[str, torch.Tensor] | None:
+        """This rank's rank_state: None when the layout differs, empty when the checkpoint keeps none."""
+        if self.read_train_state(found).get("layout") != self._layout:
+            return None
+        prefix = f"{RANDOM_PREFIX}{self._me}."
+
+        def read() -> dict[str, torch.Tensor]:
+            with CheckpointReader(found) as reader:
+                return {
+                    n.removeprefix(prefix): reader.read(n) for n in reader.names() if n.startswith(prefix)
+                }
+
+        return self._ranks.together(read)
+
+    def _check_writable(self) -> None:
+        probe = f".written_by_{os.getpid()}"
+        try:
+            self._storage.make_folder()
+            self._storage.write(probe, b"")
+            self._storage.remove_file(probe)
+        except OSError as error:
+            raise ConfigError(
+                f"--save {self._config.checkpoint.save} cannot be written: {sentence(error)}"
+            ) from None
+
+    def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
+        """Copies in host memory that is kept from save to save: the state of this step, at a memcpy's cost."""
+        if self._staging.keys() != pieces.keys():
+            self._staging.clear()
+        for name, piece in pieces.items():
+            kept = self._staging.get(name)
+            if kept is None or (kept.shape, kept.dtype) != (piece.local.shape, piece.local.dtype):
+                pinned = piece.local.device.type == "cuda"
+                kept = torch.empty(piece.local.shape, dtype=piece.local.dtype, pin_memory=pinned)
+                self._staging[name] = kept
+            kept.copy_(piece.local, non_blocking=True)
+        if any(piece.local.device.type == "cuda" for piece in pieces.values()):
+            torch.cuda.synchronize()
+        return {name: replace(piece, local=self._staging[name]) for name, piece in pieces.items()}
+
+    def _write(self, iteration: int, pieces: dict[str, Piece], files: dict[str, bytes]) -> None:
+        """Write a checkpoint; every rank ends with the same self._failure."""
+        self._failure = None
+        new = NewFolder(self._storage, iteration)
+        try:
+            self._ranks.first(new.begin)
+            written = save_pieces(self._storage, new.name, pieces, self._ranks.group)
+            entries = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
+            self._ranks.first(lambda: self._commit(new, entries, files))
+        except (Exception, CheckpointException) as error:
+            self._failure = sentence(error)
+            if self._ranks.rank == 0:
+                new.discard()
+
+    def _commit(self, new: NewFolder, entries: dict[str, FileEntry], files: dict[str, bytes]) -> None:
+        new.commit(entries, files)
+        config = self._config.checkpoint
+        if config.keep_last is None and config.save_retain_interval is None:
+            return
+        complete, _ = survey(self._storage)
+        for name in deletable(complete, new.iteration, config.keep_last, config.save_retain_interval):
+            try:
+                self._storage.remove_folder(name)
+            except OSError as error:  # removed by hand, or not ours to remove: the new checkpoint is good
+                print(f"warning: {self._storage.full(name)} was not deleted: {sentence(error)}", flush=True)
+
+    def _report(self) -> bool:
+        if self._failure is None:
+            return True
+        text = f"checkpoint of iteration {self._iteration} was not saved in {self._storage.full()}: {self._failure}"
+        if self._config.checkpoint.exit_on_save_failure:
+            raise ConfigError(f"{text} (--exit-on-save-failure)")
+        if self._ranks.rank == 0:
+            print(f"warning: {text}; training goes on", flush=True)
+        return False
+
+    def _corruption(self, found: Found) -> str | None:
+        """What is wrong with a file of a checkpoint, by its hash; each rank hashes its share of the files."""
+        parent, name = parent_of(found.path)
+        storage = storage_for(parent)
+
+        def hash_share() -> str | None:
+            manifest = read_manifest(storage, name)
+            names = sorted(manifest.files, key=lambda n: -manifest.files[n].size)
+            return why_corrupt(storage, name, manifest, names[self._ranks.rank :: self._ranks.size])
+
+        return next((why for why in self._ranks.gather(hash_share()) if why is not None), None)
+
+    def _check_tensors(self, reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
+        stored = reader.names()
+        missing, wrong, wider = set(), set(), set()
+        for name, tensor in tensors.items():
+            if name not in stored:
+                missing.add(name)
+                continue
+            kept = stored[name]
+            if kept.shape != tuple(tensor.shape):
+                wrong.add(f"{name} is {list(kept.shape)}, wanted {list(tensor.shape)}")
+            elif kept.dtype != tensor.dtype:
+                text = f"{name} is {_dtype(kept.dtype)}, wanted {_dtype(tensor.dtype)}"
+                (wider if torch.promote_types(kept.dtype, tensor.dtype) == tensor.dtype else wrong).add(text)
+        missing, wrong, wider = (sorted(set().union(*self._ranks.gather(s))) for s in (missing, wrong, wider))
+        if missing:
+            raise ConfigError(f"{reader.path} holds no {_list(missing)}")
+        if wrong:
+            raise ConfigError(f"{reader.path} does not fit: {_list(wrong)}")
+        if wider and self._ranks.rank == 0:
+            print(f"note: {reader.path}: {_list(wider)}; filled exactly", flush=True)
+
+
+def _fill(reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        reader.fill(name, piece_of(tensor))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -1,0 +1,131 @@
+"""One new checkpoint folder: written aside, complete before it has its name. And a whole one in one process."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.checkpoint.agreement import sentence
+from megatron_lite.checkpoint.dcp import save_batches
+from megatron_lite.checkpoint.folder import ASIDE, REPLACED, clear_leftovers, folder_name, write_pointer
+from megatron_lite.checkpoint.manifest import CONFIG, MANIFEST, TRAIN_STATE, FileEntry, Manifest, entry_of
+from megatron_lite.checkpoint.pieces import Piece, piece_of
+from megatron_lite.checkpoint.storage import Storage, storage_for
+from megatron_lite.config import ConfigError
+
+TOKENIZER = "tokenizer"
+_BATCH_BYTES = 1 << 30
+
+
+class NewFolder:
+    """A checkpoint folder from its first byte to the moment it counts.
+
+    On a filesystem it is written as iter_N.tmp and renamed. An object store cannot rename a folder: there it is
+    written in place, and its manifest, the last file, makes it count.
+    """
+
+    def __init__(self, storage: Storage, iteration: int) -> None:
+        self.storage, self.iteration = storage, iteration
+        self.final = folder_name(iteration)
+        self.name = self.final if storage.remote else self.final + ASIDE
+
+    def begin(self) -> None:
+        """Clear what killed runs left, and make the folder."""
+        clear_leftovers(self.storage)
+        if self.storage.remote:
+            self.storage.remove_file(
+                f"{self.final}/{MANIFEST}"
+            )  # from here on an earlier save does not count
+        self.storage.make_folder(self.name)
+
+    def commit(self, entries: Mapping[str, FileEntry], files: Mapping[str, bytes]) -> None:
+        """Add the small files and the manifest, give the folder its name, point at it.
+
+        entries: the files that are there already.
+        """
+        if any("/" in name for name in files):
+            self.storage.make_folder(f"{self.name}/{TOKENIZER}")
+        for name, data in files.items():
+            self.storage.write(f"{self.name}/{name}", data)
+        manifest = Manifest(
+            self.iteration, dict(entries) | {name: entry_of(data) for name, data in files.items()}
+        )
+        self.storage.write(f"{self.name}/{MANIFEST}", manifest.to_bytes())
+        if not self.storage.remote:
+            self._take_name()
+        write_pointer(self.storage, self.iteration)
+        clear_leftovers(self.storage)
+
+    def _take_name(self) -> None:
+        """iter_N.tmp becomes iter_N. An iter_N that is there waits as iter_N.replaced, which counts till then."""
+        if self.storage.is_folder(self.final):
+            if self.storage.is_folder(self.final + REPLACED):
+                self.storage.remove_folder(
+                    self.final
+                )  # begin() would have removed the other one if it were whole
+            else:
+                self.storage.rename(self.final, self.final + REPLACED)
+        self.storage.rename(self.name, self.final)
+        self.storage.sync_folder()
+
+    def discard(self) -> None:
+        """Remove what was written, as far as that goes."""
+        with suppress(OSError):
+            if not self.storage.remote and self.storage.is_folder(self.name):
+                self.storage.remove_folder(self.name)
+
+
+def state_files(
+    config: Mapping[str, Any], train_state: Mapping[str, Any], tokenizer_files: Iterable[Path] = ()
+) -> dict[str, bytes]:
+    """{name: content} of a checkpoint's small files."""
+    files = {
+        CONFIG: json.dumps(config, indent=1).encode(),
+        TRAIN_STATE: json.dumps(train_state, indent=1).encode(),
+    }
+    return files | {f"{TOKENIZER}/{path.name}": path.read_bytes() for path in map(Path, tokenizer_files)}
+
+
+def write_checkpoint(
+    save_dir: str,
+    iteration: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
+    train_state: Mapping[str, Any],
+    tokenizer_files: Iterable[Path] = (),
+) -> str:
+    """Write a checkpoint in one process, holding about 1 GiB of tensors at a time; returns the folder's path.
+
+    Args:
+        tensors: (global name, tensor), taken one by one.
+        config: Config.to_dict(); train_state: TrainState.to_dict() and its schedule.
+
+    Raises:
+        ConfigError: it cannot be written; what was there before is as it was.
+    """
+    storage = storage_for(save_dir)
+    new = NewFolder(storage, iteration)
+    files = state_files(config, dict(train_state) | {"iteration": iteration}, tokenizer_files)
+    try:
+        storage.make_folder()
+        new.begin()
+        new.commit(save_batches(storage, new.name, _batches(tensors)), files)
+    except OSError as error:
+        raise ConfigError(f"--save {save_dir} cannot be written: {sentence(error)}") from None
+    finally:
+        new.discard()
+    return storage.full(new.final)
+
+
+def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Piece]]:
+    batch, size = {}, 0
+    for name, tensor in tensors:
+        batch[name] = piece_of(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+    yield batch
