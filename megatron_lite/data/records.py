@@ -95,7 +95,7 @@ def _from_json(line: bytes, keys: Sequence[str]) -> list[Any]:
     except RecursionError:
         raise BadDocument("invalid JSON", "is nested too deeply to be read, wanted a JSON object") from None
     except ValueError as error:
-        message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        message = error.msg.removesuffix(" at") if isinstance(error, json.JSONDecodeError) else str(error)
         place = f" at column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else ""
         raise BadDocument(
             "invalid JSON", f"is not valid JSON ({message}{place}), wanted a JSON object"

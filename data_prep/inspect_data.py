@@ -1,0 +1,282 @@
+"""What is in a tokenized dataset, checked in full: counts, lengths, every token id, documents as text.
+
+    python data_prep/inspect_data.py corpus_text_document --tokenizer-type SentencePieceTokenizer \\
+        --tokenizer-model tokenizer.model --samples 3
+
+Several prefixes, with or without weights as for --data-path, give a line each and their shares of all tokens. A
+damaged file, or a token id beyond the vocabulary, is one sentence with file and document, and exit code 2.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.config import ConfigError
+from megatron_lite.data.blends import SPLITS, parse_blend, parse_split, split_bounds, split_range
+from megatron_lite.data.command_line import Parser, number, run, write_aside
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+
+PIECE = 1 << 22  # tokens looked at in one go
+BAR = 40  # characters of the longest bar of a histogram
+MAX_COUNTED_ID = 1 << 24  # ids beyond are of no vocabulary; counting them would take memory without bound
+
+
+@dataclass
+class Facts:
+    """What was found in one dataset."""
+
+    prefix: str
+    dtype: str
+    documents: int
+    empty_documents: int
+    sequences: int
+    tokens: int
+    max_token_id: int | None
+    shortest: int  # document, in tokens
+    median: float
+    mean: float
+    longest: int
+    documents_ended_by_eod: int | None
+    eod_inside_documents: int | None
+
+
+def document_lengths(dataset: IndexedDataset) -> np.ndarray:
+    """Tokens of each document, int64 [documents]."""
+    ends = np.zeros(len(dataset) + 1, np.int64)
+    np.cumsum(dataset.sequence_lengths, out=ends[1:])
+    return np.diff(ends[dataset.document_indices])
+
+
+def pieces(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
+    """All tokens of a dataset in order, in pieces: (number of the first token, tokens [<= PIECE])."""
+    with Path(dataset.bin_path).open("rb") as file:
+        first = 0
+        while data := file.read(PIECE * dataset.dtype.itemsize):
+            tokens = np.frombuffer(data, dataset.dtype)
+            yield first, tokens
+            first += len(tokens)
+
+
+def check_tokens(dataset: IndexedDataset, lengths: np.ndarray, limit: int, known: bool) -> np.ndarray:
+    """Count every token id: int64 [highest id + 1].
+
+    Args:
+        limit: the first id that is too large; `known` says that it is a vocabulary's size.
+
+    Raises:
+        ConfigError: an id is negative, not whole or too large; names file, document and position.
+    """
+    counts = np.zeros(0, np.int64)
+    for first, tokens in pieces(dataset):
+        wrong = (tokens < 0) | (tokens >= limit)
+        if tokens.dtype.kind == "f":
+            wrong |= tokens != np.floor(tokens)
+        if wrong.any():
+            position = first + int(np.argmax(wrong))
+            ends = np.cumsum(lengths)
+            document = int(np.searchsorted(ends, position, side="right"))
+            inside = position - int(ends[document] - lengths[document])
+            of = "the vocabulary" if known else "any vocabulary; give --vocab-size or a tokenizer"
+            raise ConfigError(
+                f"{dataset.bin_path}: document {document:,}, token {inside:,} is {tokens[position - first]:,}, "
+                f"wanted 0 to {limit - 1:,}, the ids of {of}"
+            )
+        found = np.bincount(tokens.astype(np.int64))
+        if len(found) > len(counts):
+            found[: len(counts)] += counts
+            counts = found
+        else:
+            counts[: len(found)] += found
+    return counts
+
+
+def count_eod(dataset: IndexedDataset, lengths: np.ndarray, eod: int) -> tuple[int, int]:
+    """(documents whose last token is eod, eods that stand elsewhere)."""
+    last = np.cumsum(lengths)[lengths > 0] - 1
+    at_end = total = 0
+    for first, tokens in pieces(dataset):
+        total += int(np.count_nonzero(tokens == eod))
+        inside = last[np.searchsorted(last, first) : np.searchsorted(last, first + len(tokens))] - first
+        at_end += int(np.count_nonzero(tokens[inside] == eod))
+    return at_end, total - at_end
+
+
+def unigram_loss(dataset: IndexedDataset, vocab_size: int, split: str) -> tuple[float, str]:
+    """Loss on the validation part of a model that knows only how frequent each token is in the training part.
+
+    Nats per token; every id of the vocabulary is counted once more than it occurs, so that none is impossible. What
+    is learnt has to do better than this. Returns (loss, the split it was measured on).
+    """
+    bounds = split_bounds(parse_split(split))
+    counts = {}
+    for name in SPLITS:
+        first, stop = split_range(bounds[name] or (0, 0), len(dataset))
+        counts[name] = np.zeros(vocab_size, np.int64)
+        ends = np.cumsum(dataset.sequence_lengths, dtype=np.int64)
+        low, high = (int(ends[first - 1]) if first else 0), (int(ends[stop - 1]) if stop else 0)
+        for position, tokens in pieces(dataset):
+            part = tokens[max(low - position, 0) : max(high - position, 0)]
+            counts[name] += np.bincount(part.astype(np.int64), minlength=vocab_size)
+    judged = "valid" if counts["valid"].any() else "train"
+    probabilities = (counts["train"] + 1) / (counts["train"].sum() + vocab_size)
+    return float(-(counts[judged] * np.log(probabilities)).sum() / counts[judged].sum()), judged
+
+
+def histogram(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(first length of each class, documents in it): 0, 1, 2-3, 4-7, ... up to the longest."""
+    classes = np.zeros(len(lengths), np.int64)
+    filled = lengths > 0
+    classes[filled] = np.floor(np.log2(lengths[filled])).astype(np.int64) + 1
+    counts = np.bincount(classes, minlength=1)
+    starts = np.concatenate([[0], 1 << np.arange(len(counts) - 1)])
+    return starts, counts
+
+
+def print_histogram(lengths: np.ndarray) -> None:
+    """Bars of characters, one line for each class of lengths."""
+    starts, counts = histogram(lengths)
+    print("document length (tokens)   documents")
+    for index in range(int(np.argmax(counts > 0)), len(counts)):
+        start = int(starts[index])
+        last = max(start, 2 * start - 1)
+        label = f"{start:,}" if last == start else f"{start:,} - {last:,}"
+        bar = "#" * round(BAR * counts[index] / max(1, counts.max()))
+        print(f"{label:>25s} {counts[index]:>11,} {bar}".rstrip())
+
+
+def draw_histogram(lengths: np.ndarray, path: Path) -> None:
+    """The same as a picture."""
+    import matplotlib  # optional: slow to import, needed for the picture only
+    import matplotlib.figure
+
+    starts, counts = histogram(lengths)
+    figure = matplotlib.figure.Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot(
+        xlabel="document length in tokens", ylabel="documents", title=f"{len(lengths):,} documents"
+    )
+    axes.bar(range(len(counts)), counts, width=0.9)
+    axes.set_xticks(range(len(counts)), [f"{start:,}" for start in starts], rotation=45, ha="right")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def print_samples(
+    dataset: IndexedDataset, lengths: np.ndarray, tokenizer: Tokenizer, number: int, most: int
+) -> None:
+    """The beginnings of `number` documents, evenly spaced over those with text, at most `most` tokens each."""
+    filled = np.flatnonzero(lengths)
+    for document in filled[np.unique(np.linspace(0, len(filled) - 1, min(number, len(filled))).astype(int))]:
+        first, stop = dataset.document_indices[document : document + 2]
+        tokens = np.concatenate([dataset.get(sequence) for sequence in range(first, stop)])[:most]
+        cut = f", the first {most:,} of them" if lengths[document] > most else ""
+        print(f"document {document:,}: {lengths[document]:,} tokens{cut}: {tokens[:12].tolist()}")
+        print("    " + tokenizer.decode(tokens.tolist()).replace("\n", "\n    "))
+
+
+def inspect(prefix: str, arguments: Namespace, tokenizer: Tokenizer | None) -> Facts:
+    """Check one dataset in full and print what is in it. Raises ConfigError."""
+    dataset = IndexedDataset(prefix)
+    lengths = document_lengths(dataset)
+    vocab_size = tokenizer.vocab_size if tokenizer else arguments.vocab_size
+    counts = check_tokens(dataset, lengths, vocab_size or MAX_COUNTED_ID, vocab_size is not None)
+    ended = count_eod(dataset, lengths, tokenizer.eod) if tokenizer else (None, None)
+    filled = lengths[lengths > 0] if lengths.any() else np.zeros(1, np.int64)
+    facts = Facts(
+        prefix=prefix,
+        dtype=dataset.dtype.name,
+        documents=len(lengths),
+        empty_documents=int(np.count_nonzero(lengths == 0)),
+        sequences=len(dataset),
+        tokens=int(lengths.sum()),
+        max_token_id=len(counts) - 1 if len(counts) else None,
+        shortest=int(filled.min()),
+        median=float(np.median(filled)),
+        mean=float(filled.mean()),
+        longest=int(filled.max()),
+        documents_ended_by_eod=ended[0],
+        eod_inside_documents=ended[1],
+    )
+    print_facts(facts)
+    if arguments.unigram_loss:
+        loss, judged = unigram_loss(dataset, vocab_size or len(counts), arguments.split)
+        print(
+            f"unigram loss          {loss:.4f} nats a token on the {judged} part of --split {arguments.split}"
+        )
+    print_histogram(lengths)
+    if arguments.png:
+        draw_histogram(lengths, arguments.png)
+        print(f"histogram             {arguments.png}")
+    if tokenizer and arguments.samples:
+        print_samples(dataset, lengths, tokenizer, arguments.samples, arguments.sample_tokens)
+    return facts
+
+
+def print_facts(facts: Facts) -> None:
+    """The counts, a line each."""
+    print(f"{facts.prefix}.bin, .idx: whole, every token id looked at")
+    empty = f", {facts.empty_documents:,} of them without tokens" if facts.empty_documents else ""
+    print(f"documents             {facts.documents:,}{empty}, {facts.sequences:,} sequences")
+    highest = "none" if facts.max_token_id is None else f"{facts.max_token_id:,}"
+    print(f"tokens                {facts.tokens:,} of {facts.dtype}, highest id {highest}")
+    print(
+        f"tokens in a document  {facts.shortest:,} to {facts.longest:,}, median {facts.median:,.1f}, "
+        f"mean {facts.mean:,.1f}"
+    )
+    if facts.documents_ended_by_eod is not None:
+        print(
+            f"ended by eod          {facts.documents_ended_by_eod:,} documents; "
+            f"{facts.eod_inside_documents:,} eods stand elsewhere"
+        )
+
+
+def print_shares(facts: Sequence[Facts], weights: Sequence[float] | None) -> None:
+    """Tokens of each source, its part of the whole and its weight in the blend."""
+    total = sum(item.tokens for item in facts)
+    print(f"{'tokens':>17s} {'share':>7s} {'weight':>7s} source")
+    for index, item in enumerate(facts):
+        weight = f"{weights[index]:.4f}" if weights else "-"
+        print(f"{item.tokens:>17,} {item.tokens / max(total, 1):>7.2%} {weight:>7s} {item.prefix}")
+    print(f"{total:>17,} {'':>7s} {'':>7s} together")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse `argv`, inspect each dataset."""
+    parser = Parser("Check tokenized datasets in full and show what is in them.")
+    parser.add_argument("data_path", nargs="+", help="PREFIX ... or WEIGHT PREFIX ..., without .bin or .idx")
+    parser.add_argument("--samples", type=number(0), default=3, help="documents shown as text (default: 3)")
+    parser.add_argument(
+        "--sample-tokens", type=number(1), default=64, help="tokens shown of each (default: 64)"
+    )
+    parser.add_argument("--png", type=Path, help="draw the histogram of one dataset's lengths into this file")
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    parser.add_argument(
+        "--unigram-loss", action="store_true", help="the loss that token frequencies alone give"
+    )
+    parser.add_argument("--split", default="969,30,1", help="parts for --unigram-loss (default: 969,30,1)")
+    add_tokenizer_flags(parser)
+    arguments = parser.parse_args(argv)
+    blend = parse_blend(arguments.data_path, "the data path")
+    if arguments.png and len(blend.prefixes) > 1:
+        raise ConfigError(f"--png draws one dataset, wanted one prefix instead of {len(blend.prefixes)}")
+    tokenizer = None
+    if arguments.tokenizer_type:
+        tokenizer = build_tokenizer(tokenizer_config(arguments), arguments.vocab_size)
+        print(f"tokenizer             {tokenizer.name}, {tokenizer.vocab_size:,} tokens, eod {tokenizer.eod}")
+    facts = [
+        inspect(prefix.removesuffix(".bin").removesuffix(".idx"), arguments, tokenizer)
+        for prefix in blend.prefixes
+    ]
+    if len(facts) > 1:
+        print_shares(facts, blend.weights)
+    if arguments.json:
+        write_aside(arguments.json, [asdict(item) for item in facts])
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,176 @@
+"""Several tokenized datasets -> one, equal to the bit to preprocessing their texts in one go.
+
+    python data_prep/merge_datasets.py --input shards/ --output-prefix corpus_text_document
+
+The order is that of the words after --input; a folder or a glob pattern gives its datasets sorted by name. Bytes are
+copied, nothing is decoded, and memory does not grow with the data.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.config import ConfigError
+from megatron_lite.data.command_line import Parser, run, write_aside
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.journal import disk_error, sync_folder, write_index
+
+COPY_BYTES = 1 << 24
+PIECE = 1 << 20  # entries of an index handled at a time
+SAME_TOKENIZER = ("tokenizer_fingerprint", "eod", "append_eod")
+
+
+def find_prefixes(words: Sequence[str]) -> list[str]:
+    """The path prefixes that --input's words name. Raises ConfigError for a word without a pair behind it."""
+    found: list[str] = []
+    for word in words:
+        path = Path(word)
+        if path.is_dir():
+            prefixes = sorted(str(item)[: -len(".idx")] for item in path.glob("*.idx"))
+        elif any(sign in word for sign in "*?["):
+            root = Path(path.anchor)
+            prefixes = sorted({_prefix(str(item)) for item in root.glob(str(path.relative_to(path.anchor)))})
+        else:
+            prefixes = [_prefix(word)]
+        if not prefixes:
+            raise ConfigError(
+                f"--input '{word}' names no dataset, wanted PREFIX, a folder of pairs or a pattern"
+            )
+        found.extend(prefixes)
+    if len(set(found)) < len(found):
+        prefix, times = Counter(found).most_common(1)[0]
+        raise ConfigError(f"--input names '{prefix}' {times} times, wanted each dataset once")
+    return found
+
+
+def _prefix(word: str) -> str:
+    for suffix in (".bin", ".idx", ".json"):
+        if word.endswith(suffix):
+            return word[: -len(suffix)]
+    return word
+
+
+def read_about(prefix: str) -> dict[str, Any] | None:
+    """What PREFIX.json says of the tokenizer; None for a dataset that another program made."""
+    try:
+        content = json.loads(Path(f"{prefix}.json").read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise ConfigError(
+            f"'{prefix}.json' is no JSON file, wanted what preprocess_data.py wrote there"
+        ) from None
+    return content if isinstance(content, dict) else None
+
+
+def check_same(datasets: Sequence[IndexedDataset], about: Sequence[dict[str, Any] | None]) -> None:
+    """Raise ConfigError unless all have one dtype and, where that is known, one tokenizer and use of eod."""
+    for dataset in datasets[1:]:
+        if dataset.dtype != datasets[0].dtype:
+            raise ConfigError(
+                f"{dataset.idx_path}: dtype is {dataset.dtype.name}, wanted {datasets[0].dtype.name} "
+                f"as in {datasets[0].idx_path}"
+            )
+    known = [(dataset.path_prefix, facts) for dataset, facts in zip(datasets, about) if facts is not None]
+    for prefix, facts in known[1:]:
+        first_prefix, first = known[0]
+        for name in SAME_TOKENIZER:
+            if facts.get(name) != first.get(name):
+                raise ConfigError(
+                    f"{prefix}.json: {name.replace('_', ' ')} is {facts.get(name)} ({facts.get('tokenizer')}), "
+                    f"wanted {first.get(name)} ({first.get('tokenizer')}) as in {first_prefix}.json"
+                )
+
+
+def merge(datasets: Sequence[IndexedDataset], output_prefix: str, about: dict[str, Any] | None) -> None:
+    """Write the datasets one after the other as `output_prefix`. Raises OSError; nothing half-made stays."""
+    bin_aside = Path(f"{output_prefix}.bin.tmp-{os.getpid()}")
+    idx_aside = Path(f"{output_prefix}.idx.tmp-{os.getpid()}")
+    total = sum(dataset.bin_size for dataset in datasets)
+    try:
+        with (
+            bin_aside.open("wb") as output,
+            tqdm(total=total, unit="B", unit_scale=True, desc="merging") as bar,
+        ):
+            for dataset in datasets:
+                with Path(dataset.bin_path).open("rb") as source:
+                    while piece := source.read(COPY_BYTES):
+                        output.write(piece)
+                        bar.update(len(piece))
+            output.flush()
+            os.fsync(output.fileno())
+
+        def lengths() -> Iterator[np.ndarray]:
+            for dataset in datasets:
+                for first in range(0, len(dataset), PIECE):
+                    yield dataset.sequence_lengths[first : first + PIECE]
+
+        def boundaries() -> Iterator[np.ndarray]:
+            before = 0
+            for dataset in datasets:
+                for first in range(1, dataset.num_documents + 1, PIECE):
+                    yield dataset.document_indices[first : first + PIECE] + before
+                before += len(dataset)
+
+        num_documents = sum(dataset.num_documents for dataset in datasets)
+        write_index(idx_aside, datasets[0].dtype, sum(map(len, datasets)), num_documents, lengths, boundaries)
+        Path(f"{output_prefix}.idx").unlink(
+            missing_ok=True
+        )  # an old .idx must never be seen beside a new .bin
+        Path(f"{output_prefix}.json").unlink(missing_ok=True)
+        if about is not None:
+            write_aside(Path(f"{output_prefix}.json"), about)
+        bin_aside.rename(f"{output_prefix}.bin")
+        idx_aside.rename(f"{output_prefix}.idx")
+        sync_folder(Path(output_prefix).parent)
+    finally:
+        bin_aside.unlink(missing_ok=True)
+        idx_aside.unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse `argv`, check that the datasets fit together, merge them."""
+    parser = Parser("Merge tokenized datasets.")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="prefixes, folders of pairs or glob patterns"
+    )
+    parser.add_argument("--output-prefix", required=True, help="path of the result without .bin or .idx")
+    arguments = parser.parse_args(argv)
+    output = _prefix(arguments.output_prefix)
+    prefixes = find_prefixes(arguments.input)
+    if Path(output).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+        raise ConfigError(f"--output-prefix '{output}' is one of the inputs, wanted another name")
+    if not Path(output).parent.is_dir():
+        raise ConfigError(f"--output-prefix '{output}': its folder does not exist")
+    started = time.perf_counter()
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    about = [read_about(prefix) for prefix in prefixes]
+    check_same(datasets, about)
+    unknown = [prefix for prefix, facts in zip(prefixes, about) if facts is None]
+    if unknown and len(prefixes) > 1:
+        print(f"note: no .json beside {unknown[0]}, so its tokenizer cannot be compared", file=sys.stderr)
+    try:
+        merge(datasets, output, None if unknown else about[0])
+    except OSError as error:
+        raise disk_error(error, output) from None
+    for dataset in datasets:
+        print(
+            f"{dataset.num_documents:>15,} documents {dataset.num_tokens:>17,} tokens  {dataset.path_prefix}"
+        )
+    documents, tokens = (sum(getattr(d, name) for d in datasets) for name in ("num_documents", "num_tokens"))
+    seconds = time.perf_counter() - started
+    print(f"{documents:>15,} documents {tokens:>17,} tokens  {output}.bin and .idx, in {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    run(main)
