@@ -76,9 +76,9 @@ class IndexCache:
         about, arrays = build()
         about["content"] = content_hash() if content is None else content
         if store:
-            for folder in (self.folder, _machine_folder(create=True)):
-                if folder is not None and _store(folder / name, about, arrays):
-                    return IndexEntry(about, path=folder / name)
+            for folder in (lambda: self.folder, lambda: _machine_folder(create=True)):
+                if (place := folder()) is not None and _store(place / name, about, arrays):
+                    return IndexEntry(about, path=place / name)
         return IndexEntry(about, arrays)
 
 
