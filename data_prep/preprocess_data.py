@@ -332,8 +332,11 @@ def main(argv: Sequence[str]) -> None:
     for flag, reason in NO_EFFECT.items():
         if getattr(arguments, flag) is not None:
             print(f"note: --{flag.replace('_', '-')} has no effect: {reason}", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    preprocess(arguments)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        preprocess(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def build_parser() -> Parser:
