@@ -159,11 +159,22 @@ class GPTChunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, position_ids, past)
         rotation = self._rotation(x, position_ids, past)
-        for number, layer in self.layers.items():
-            x = layer(x, rotation, document_ids, caches[number] if caches else None)
+        x = self.run_layers(x, rotation, document_ids, caches)
         if self.lm_head is None:
             return x
         return self.lm_head(self.final_norm(x), labels)
+
+    def run_layers(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | None,
+        document_ids: torch.Tensor | None,
+        caches: dict[str, KeyValueCache] | None,
+    ) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]. Looked up on the object, so that recomputation can put groups of layers in."""
+        for number, layer in self.layers.items():
+            x = layer(x, rotation, document_ids, caches[number] if caches else None)
+        return x
 
     def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor | None, past: int) -> Rotation | None:
         if self.rotary is None:

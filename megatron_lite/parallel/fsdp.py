@@ -41,7 +41,7 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
         ),
-        "offload_policy": CPUOffloadPolicy() if parallel.fsdp_cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.fsdp_cpu_offload else OffloadPolicy(),
     }
     layers = list(chunk.layers.values())
     for position, layer in enumerate(layers):

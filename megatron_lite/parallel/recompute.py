@@ -4,30 +4,67 @@ A wrapped module keeps its name and its parameters' names: only its forward is r
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.config import ParallelConfig
 
+# --recompute-modules -> the modules of a block whose insides are made again in backward.
+OPERATORS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
+    "core_attn": lambda layer: [layer.attention.core],
+    "layernorm": lambda layer: [layer.input_norm, layer.pre_mlp_norm],
+    "mlp": lambda layer: [layer.mlp],
+}
+
 
 def apply_recompute(chunk: nn.Module, parallel: ParallelConfig) -> None:
-    """Make blocks of the chunk recompute their activations in backward, as --recompute-* say.
+    """Make a chunk recompute activations in backward, as the --recompute-* flags say.
 
-    full/uniform: every block (unit of --recompute-num-layers blocks is one block here: each block keeps its
-    own input, so memory is that of num-layers 1). full/block: only the first --recompute-num-layers blocks
-    of the chunk. selective: only the core attention of each block.
+    selective: the --recompute-modules of every block.
+    full, block: the first --recompute-num-layers blocks of the chunk.
+    full, uniform: units of --recompute-num-layers blocks keep only the unit's input. Units of several blocks hold
+    1/n of the inputs, and while one is recomputed the activations of n blocks; each block's parameters are
+    gathered once more.
+
+    Args:
+        chunk: has `.layers`, and `.run_layers(x, rotation, document_ids, caches)`.
     """
     layers = list(chunk.layers.values())
+    count = parallel.recompute_num_layers or 1
     if parallel.recompute_granularity == "selective":
         for layer in layers:
-            recompute_forward(layer.attention.core)
-    elif parallel.recompute_granularity == "full":
-        count = parallel.recompute_num_layers if parallel.recompute_method == "block" else len(layers)
+            for module in (m for name in parallel.recompute_modules for m in OPERATORS[name](layer)):
+                recompute_forward(module)
+    elif parallel.recompute_granularity == "full" and parallel.recompute_method == "block":
         for layer in layers[:count]:
+            recompute_forward(layer)
+    elif parallel.recompute_granularity == "full" and count > 1:
+        chunk.run_layers = functools.partial(_run_units, layers, count)
+    elif parallel.recompute_granularity == "full":
+        for layer in layers:
             recompute_forward(layer)
 
 
 def recompute_forward(module: nn.Module) -> None:
     """Replace module.forward by its checkpointed form."""
     module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _run_units(
+    layers: list[nn.Module], count: int, x: torch.Tensor, rotation: Any, document_ids: Any, caches: Any
+) -> torch.Tensor:
+    """The layers in units of `count`, each unit one checkpoint."""
+    assert caches is None, "a cache belongs to generation, which has no backward to recompute for"
+
+    def run(unit: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+        for layer in unit:
+            x = layer(x, rotation, document_ids, None)
+        return x
+
+    for start in range(0, len(layers), count):
+        x = checkpoint(run, layers[start : start + count], x, use_reentrant=False)
+    return x
