@@ -132,23 +132,24 @@ def build_blend_index(
     weights = np.asarray(weights, dtype=np.float64)
     if size == 0:
         return np.empty(0, np.int16), np.empty(0, np.int64)
-    lanes = max(1, min(4096, size // 1024))
+    # Side by side, but not more than a core's cache holds.
+    lanes = max(1, min(4096, size // 1024, max(256, 2**18 // len(weights))))
     span = -(-size // lanes)
     lanes = -(-size // span)
     starts = np.arange(lanes, dtype=np.int64) * span
     picks = np.empty((span, lanes), dtype=np.int16)
-    begin = np.zeros((len(weights), lanes))
+    begin = np.zeros((lanes, len(weights)))
     if lanes > 1:
         early = starts[1:] - _WARM_UP
-        begin[:, 1:] = _walk(weights, early, _guess(weights, early), _WARM_UP, limits)
+        begin[1:] = _walk(weights, early, _guess(weights, early), _WARM_UP, limits)
     end = _walk(weights, starts, begin, span, limits, picks)
     while True:
-        wrong = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
+        wrong = 1 + np.flatnonzero((begin[1:] != end[:-1]).any(axis=1))
         if not len(wrong):
             break
-        begin[:, wrong] = end[:, wrong - 1]
+        begin[wrong] = end[wrong - 1]
         again = np.empty((span, len(wrong)), dtype=np.int16)
-        end[:, wrong] = _walk(weights, starts[wrong], begin[:, wrong], span, limits, again)
+        end[wrong] = _walk(weights, starts[wrong], begin[wrong], span, limits, again)
         picks[:, wrong] = again
     source = np.ascontiguousarray(picks.T).reshape(-1)[:size]
     number = np.empty(size, dtype=np.int64)
@@ -161,13 +162,13 @@ def build_blend_index(
 _WARM_UP = 256  # steps a lane walks before it counts; only speed depends on it
 
 
-def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:  # float64 [sources, lanes]
+def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:  # float64 [lanes, sources]
     """Samples each source may have given after `steps`: the weights' share, rounded so that the sum is right."""
-    shares = weights[:, None] * steps
+    shares = steps[:, None] * weights
     counts = np.floor(shares)
-    missing = (steps - counts.sum(axis=0)).astype(np.int64)
-    rank = np.argsort(np.argsort(-(shares - counts), axis=0), axis=0)
-    return counts + (rank < missing)
+    missing = (steps - counts.sum(axis=1)).astype(np.int64)
+    rank = np.argsort(np.argsort(counts - shares, axis=1), axis=1)
+    return counts + (rank < missing[:, None])
 
 
 def _walk(
@@ -177,20 +178,19 @@ def _walk(
     num_steps: int,
     limits: np.ndarray | None,
     picks: np.ndarray | None = None,
-) -> np.ndarray:  # float64 [sources, lanes]
-    """Walk `num_steps` from `starts` [lanes] with `counts` [sources, lanes] given so far; picks [steps, lanes]."""
+) -> np.ndarray:  # float64 [lanes, sources]
+    """Walk `num_steps` from `starts` [lanes] with `counts` [lanes, sources] given so far; picks [steps, lanes]."""
     counts = counts.copy()
-    columns = np.arange(len(starts))
-    column = weights[:, None]
+    rows = np.arange(len(starts))
     errors = np.empty_like(counts)
-    steps = starts.astype(np.float64)
+    steps = starts.astype(np.float64)[:, None]
     for step in range(num_steps):
-        np.multiply(column, np.maximum(steps, 1.0), out=errors)
+        np.multiply(np.maximum(steps, 1.0), weights, out=errors)
         errors -= counts
         if limits is not None:
-            errors[counts >= limits[:, None]] = -np.inf
-        best = errors.argmax(axis=0)
-        counts[best, columns] += 1
+            np.copyto(errors, -np.inf, where=counts >= limits)
+        best = errors.argmax(axis=1)
+        counts[rows, best] += 1
         if picks is not None:
             picks[step] = best
         steps += 1
