@@ -6,6 +6,7 @@ The order is that of the words after --input; a folder or a glob pattern gives i
 copied, nothing is decoded, and memory does not grow with the data.
 """
 
+import glob
 import json
 import os
 import sys
@@ -38,8 +39,8 @@ def find_prefixes(words: Sequence[str]) -> list[str]:
         if path.is_dir():
             prefixes = sorted(str(item)[: -len(".idx")] for item in path.glob("*.idx"))
         elif any(sign in word for sign in "*?["):
-            root = Path(path.anchor)
-            prefixes = sorted({_prefix(str(item)) for item in root.glob(str(path.relative_to(path.anchor)))})
+            names = glob.glob(word, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+            prefixes = sorted({_prefix(name) for name in names})
         else:
             prefixes = [_prefix(word)]
         if not prefixes:

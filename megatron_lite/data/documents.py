@@ -5,6 +5,7 @@ parquet; the first two also inside gzip or zstd. Reading stays at this level of 
 process can hand chunks to many; `megatron_lite.data.records` turns a chunk into checked texts.
 """
 
+import glob
 import gzip
 import io
 import re
@@ -104,13 +105,9 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
         elif path.exists():
             files = [path]
         else:
-            anchor = Path(path.anchor) if path.is_absolute() else Path()
-            pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else word
-            files = (
-                [item for item in anchor.glob(pattern) if item.is_file()]
-                if re.search(r"[*?\[]", word)
-                else []
-            )
+            # Path.glob takes no absolute pattern, and matches hidden names.
+            names = glob.glob(word, recursive=True)  # noqa: PTH207
+            files = [Path(name) for name in names if Path(name).is_file()]
         if not files:
             what = "is a folder without files" if path.is_dir() else "names no file"
             raise ConfigError(f"--input '{word}' {what}, wanted a file, a folder or a glob pattern")
