@@ -66,7 +66,10 @@ class Loader:
         if not len(dataset):
             raise ConfigError(f"the {dataset.name} set has no samples")
         self.consumed_samples = consumed_samples
-        self._dataset, self._device, self._warn = dataset, torch.device(device), warn
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())  # the workers' own is always 0
+        self._dataset, self._warn = dataset, warn
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._micro_batch_size = config.training.micro_batch_size
         cyclic = config.data.dataloader_type == "cyclic" and not dataset.read_once

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import stat
+import struct
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -345,6 +346,34 @@ def test_one_that_the_sampled_check_misses_is_found_by_the_loader(tmp_path):
         for _ in range(len(dataset)):
             loader.next_batch(1)
     loader.close()
+
+
+def test_samples_past_4_gigabytes(tmp_path):
+    """4,000,000,005 tokens of uint16, mostly hole, with ten marks in the last gigabyte."""
+    lengths = np.full(41, 10**8, dtype="<i4")
+    lengths[40] = 5
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * 2
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 41, 42)
+    (tmp_path / "big.idx").write_bytes(
+        head + lengths.tobytes() + pointers.tobytes() + np.arange(42).tobytes()
+    )
+    mark = int(pointers[38]) + 2 * 60_000_000
+    with (tmp_path / "big.bin").open("wb") as file:
+        file.seek(mark)
+        file.write(np.arange(1, 11, dtype="<u2").tobytes())
+        file.truncate(2 * int(lengths.sum(dtype=np.int64)))
+    config = config_of(tmp_path / "c", data_path=[str(tmp_path / "big")], split="1,0,0", length=8191)
+    dataset = build(config, {"train": None}).train
+    assert len(dataset) == 4 * 10**9 // 8191
+    arrays = dataset.entry.arrays
+    before = np.flatnonzero(arrays["document_index"] == 38)[0]
+    starts = arrays["sample_index"]
+    place = np.flatnonzero((starts[:, 0] == before) & (starts[:, 1] <= 60_000_000))[-1]
+    sample = dataset[int(np.flatnonzero(arrays["shuffle_index"] == place)[0])]
+    offset = 60_000_000 - int(starts[place, 1])
+    seen = np.concatenate([sample["tokens"], sample["labels"][-1:]])
+    assert seen[offset : offset + 10].tolist() == [*range(1, 11)][: 8192 - offset]
+    assert np.count_nonzero(seen) == min(10, 8192 - offset)
 
 
 # --- the index cache

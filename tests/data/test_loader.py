@@ -1,8 +1,11 @@
 """The loader: batches as a pure function of consumed samples, whatever ranks, workers and micro batch sizes."""
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,3 +260,37 @@ def test_threads_end_with_the_loader():
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("busy", ["threading.Event().wait", "lambda: None"], ids=["hanging", "reading"])
+def test_a_process_ends_although_its_loader_is_busy(busy):
+    program = (
+        "import threading\n"
+        "from tests.data.test_loader import Loader, Numbered, config_of\n"
+        "dataset = Numbered(10**6)\n"
+        f"dataset.slow = {{i: {busy} for i in range(40, 60)}}\n"
+        "loader = Loader(dataset, config_of(micro=2, workers=4), 0, 1, 0)\n"
+        "print(loader.next_batch(32)['tokens'].shape)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "torch.Size([32, 8])\n", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_batches_on_a_gpu_equal_those_on_the_cpu():
+    """Pinned buffers are used again while copies are on their way: the values tell whether they were let go too early."""
+    dataset, config = Numbered(10_000), config_of(micro=4, workers=4)
+    here, there = (
+        Loader(dataset, config, 0, 1, 0, device)
+        for device in ("cpu", f"cuda:{torch.cuda.device_count() - 1}")
+    )
+    batches = [(here.next_batch(64), there.next_batch(64)) for _ in range(100)]
+    for cpu, gpu in batches:
+        assert gpu["tokens"].device.type == "cuda"
+        assert all(torch.equal(cpu[key], gpu[key].cpu()) for key in cpu)
+    here.close()
+    there.close()
