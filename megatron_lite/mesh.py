@@ -5,6 +5,7 @@ a node, the pipeline crosses nodes (its messages are the smallest). Megatron-LM'
 is the same.
 """
 
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -85,12 +86,24 @@ def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
     """Make the mesh and every group. torch.distributed must be up with the world size the config says."""
     sizes = mesh_sizes(config)
     root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-    shard = root["dp_shard", "cp"]._flatten("fsdp")
     tokens = root["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
-    fsdp_mesh = shard if sizes["dp_replicate"] == 1 else root["dp_replicate", "fsdp"]
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     # Checkpoints talk among hosts while the device's own group is busy with training.
     checkpoint = config.checkpoint
     wanted = checkpoint.save or checkpoint.load or checkpoint.pretrained_checkpoint
     host_group = dist.new_group(backend="gloo", timeout=timeout) if wanted else None
-    return ParallelMesh(root, device, fsdp_mesh, tokens.get_group(), host_group)
+    return ParallelMesh(root, device, _fsdp_mesh(root), tokens.get_group(), host_group)
+
+
+def _fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
+    """The axes that FSDP shards over, flattened to one, behind the axis of replicas where there are any."""
+    if root["cp"].size() == 1:
+        return root["dp_shard"] if root["dp_replicate"].size() == 1 else root["dp_replicate", "dp_shard"]
+    shard = root["dp_shard", "cp"]._flatten("fsdp")
+    if root["dp_replicate"].size() == 1:
+        return shard
+    with (
+        warnings.catch_warnings()
+    ):  # torch 2.13 warns at slicing a flattened axis and has no public other way
+        warnings.simplefilter("ignore")
+        return root["dp_replicate", "fsdp"]

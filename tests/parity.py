@@ -16,6 +16,7 @@ from megatron_lite.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PrecisionConfig,
     TrainingConfig,
 )
 from megatron_lite.mesh import build_mesh
@@ -23,10 +24,12 @@ from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.partition import plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Pipeline
-from megatron_lite.training.gradients import clip_gradients, gradient_norm
+from megatron_lite.training.gradients import clip_gradients, gradient_norm, scale_gradients
+from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.optimizer import build_optimizer, set_schedule
 
 VOCAB, SEQ_LENGTH, SEED = 59, 16, 1234
+FULL_PRECISION = PrecisionConfig()
 MODEL = ModelConfig(
     num_layers=8,
     hidden_size=32,
@@ -74,9 +77,14 @@ def make_config(
     micro_batch_size=1,
     tp=1,
     cp=1,
+    precision=None,
+    optimizer="adam",
     **parallel,
 ) -> Config:
-    """A resolved config of the tiny model for a layout; global batch = microbatches * micro_batch_size * dp."""
+    """A resolved config of the tiny model for a layout; global batch = microbatches * micro_batch_size * dp.
+
+    precision: None (fp32), "bf16" or "fp16" (loss scale 1024).
+    """
     schedule = schedule or ("interleaved-1f1b" if chunks > 1 else "1f1b")
     return Config(
         model=replace(MODEL, **(model or {})),
@@ -90,6 +98,11 @@ def make_config(
             distributed_timeout_minutes=2,
             **parallel,
         ),
+        precision=PrecisionConfig(
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            loss_scale=1024.0 if precision == "fp16" else None,
+        ),
         data=DataConfig(seq_length=SEQ_LENGTH),
         training=TrainingConfig(
             micro_batch_size=micro_batch_size,
@@ -97,7 +110,7 @@ def make_config(
             train_iters=3,
             seed=SEED,
         ),
-        optimizer=OptimizerConfig(lr=0.01, clip_grad=1.0, adam_beta2=0.95),
+        optimizer=OptimizerConfig(optimizer=optimizer, lr=0.01, clip_grad=1.0, adam_beta2=0.95),
     )
 
 
@@ -162,7 +175,9 @@ def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> O
     )
     for batch in batches:
         tokens = int((batch["labels"] != -100).sum())
-        loss_sum = pipeline.train_step(my_part(batch, config, mesh), num_microbatches, 1 / tokens)
+        scale = LossScale.from_config(config.precision).scale
+        loss_sum = pipeline.train_step(my_part(batch, config, mesh), num_microbatches, scale / tokens)
+        scale_gradients(chunks, 1 / scale)
         outcome.losses.append(per_token(loss_sum, tokens, mesh))
         outcome.norms.append(gradient_norm(chunks, mesh).item())
         if not outcome.gradients:
@@ -209,7 +224,7 @@ def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcom
     )
     outcome = Outcome([], [], {})
     for batch in batches:
-        loss = bare_loss(model, batch)
+        loss = bare_loss(model, batch, config.precision)
         loss.backward()
         if not outcome.gradients:
             outcome.gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -219,14 +234,22 @@ def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcom
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        outcome.evaluation = bare_loss(model, batches[0]).item()
+        outcome.evaluation = bare_loss(model, batches[0], config.precision).item()
     return outcome
 
 
-def bare_loss(model: GPTChunk, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mean cross-entropy over the unmasked tokens of the whole batch."""
+def bare_loss(
+    model: GPTChunk, batch: dict[str, torch.Tensor], precision: PrecisionConfig = FULL_PRECISION
+) -> torch.Tensor:
+    """The mean cross-entropy over the unmasked tokens of the whole batch, in fp32.
+
+    In half precision the model computes with cast parameters, and their gradients come back in fp32.
+    """
+    dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+    parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
     extra = {key: t for key, t in batch.items() if key not in ("tokens", "labels")}
-    logits = model(batch["tokens"], **extra)[..., : model.config.vocab_size]
+    logits = torch.func.functional_call(model, parameters, (batch["tokens"],), extra)
+    logits = logits[..., : model.config.vocab_size].float()
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 

@@ -41,7 +41,7 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if parallel.fsdp_cpu_offload else OffloadPolicy(),
+        "offload_policy": _offload_policy(parallel),
     }
     layers = list(chunk.layers.values())
     for position, layer in enumerate(layers):
@@ -59,6 +59,12 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(layers, parallel.fsdp_prefetch_depth)
+
+
+def _offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
+    if not parallel.fsdp_cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
 
 def _reshards(position: int, num_layers: int, parallel: ParallelConfig) -> bool:

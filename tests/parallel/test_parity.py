@@ -95,6 +95,64 @@ DOCUMENTS = {
 }
 
 
+NO_SHARD = {"data_parallel_sharding_strategy": "no_shard"}
+UNIFORM = FULL | {"recompute_method": "uniform"}
+ALL_OPERATORS = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("core_attn", "layernorm", "mlp"),
+}
+FSDP = {
+    "hsdp": {"dp": 4, "microbatches": 2, "num_distributed_optimizer_instances": 2},
+    "hsdp x pp, tied": {"pp": 2, "dp": 2, "num_distributed_optimizer_instances": 2, "model": TIED},
+    "hsdp x tp + sp": {"tp": 2, "dp": 2, "num_distributed_optimizer_instances": 2} | SP,
+    "hsdp x cp": {"cp": 2, "dp": 2, "num_distributed_optimizer_instances": 2},
+    "no_shard": {"dp": 2} | NO_SHARD,
+    "no_shard x cp x pp": {"dp": 1, "cp": 2, "pp": 2} | NO_SHARD,
+    "optim x pp": {"dp": 2, "pp": 2, "data_parallel_sharding_strategy": "optim"},
+    "optim_grads": {"dp": 2, "data_parallel_sharding_strategy": "optim_grads"},
+    "reshard never": {"dp": 2, "reshard_after_forward": "never"},
+    "reshard keep-last": {
+        "dp": 2,
+        "pp": 2,
+        "reshard_after_forward": "keep-last",
+        "reshard_keep_last_blocks": 2,
+    },
+    "cpu offload, tied": {"dp": 2, "pp": 2, "fsdp_cpu_offload": True, "model": TIED},
+    "prefetch 2": {"dp": 2, "fsdp_prefetch_depth": 2},
+    "several passes, tied": {
+        "dp": 2,
+        "pp": 2,
+        "microbatches": 8,
+        "max_microbatches_per_step": 2,
+        "model": TIED,
+    },
+    "vocabulary rows uneven over dp 3 x tp 2": {"dp": 3, "tp": 2, "microbatches": 2},
+    "recompute units of 3": {"dp": 2, "recompute_num_layers": 3} | UNIFORM,
+    "recompute units of 2 x zero bubble": {
+        "pp": 2,
+        "chunks": 2,
+        "schedule": "interleaved-zero-bubble",
+        "recompute_num_layers": 2,
+    }
+    | UNIFORM,
+    "recompute block": {"dp": 2, "pp": 2, "recompute_method": "block", "recompute_num_layers": 1} | FULL,
+    "recompute all operators": {"dp": 2, "pp": 2} | ALL_OPERATORS,
+    "recompute all operators x tp + sp": {"tp": 2, "pp": 2} | SP | ALL_OPERATORS,
+}
+PRECISION = {
+    "bf16 x pp x dp": {"pp": 2, "dp": 2, "precision": "bf16"},
+    "bf16 x zbv": {"pp": 2, "chunks": 2, "schedule": "zbv", "precision": "bf16"},
+    "bf16 x tp + sp": {"tp": 2, "precision": "bf16"} | SP,
+    "bf16 x cp, recompute": {"cp": 2, "precision": "bf16"} | FULL,
+    "fp16 x pp x dp": {"pp": 2, "dp": 2, "precision": "fp16"},
+    "fp16 x tp + sp": {"tp": 2, "precision": "fp16"} | SP,
+}
+COMPILED = {
+    "dp, recompute": {"dp": 2, "compile": True, "model": {"num_layers": 2}} | FULL,
+    "tp + sp": {"tp": 2, "compile": True, "model": {"num_layers": 2}} | SP,
+}
+
+
 def check(config, steps=3, tolerance=1e-5, documents=False):
     batches = make_batches(config.training.global_batch_size, steps, documents)
     outcomes = run_ranks(train_in_layout, config.parallel.world_size, config, batches, init=True)
@@ -126,3 +184,21 @@ def test_context_parallel_equals_one_process(row):
 @pytest.mark.parametrize("row", DOCUMENTS)
 def test_documents_in_a_sample(row):
     check(make_config(**DOCUMENTS[row]), steps=1, documents=True)
+
+
+@pytest.mark.parametrize("row", FSDP)
+def test_fsdp_and_recompute_equal_one_process(row):
+    check(make_config(**FSDP[row]), steps=1)
+
+
+@pytest.mark.parametrize("row", PRECISION)
+def test_half_precision_equals_one_process_in_half_precision(row):
+    """To half precision's rounding: the parts are rounded before they are added up, the judge's sum after."""
+    row = {"model": {"init_method_std": 0.05}} | PRECISION[row]
+    check(make_config(**row), steps=1, tolerance=5e-2 if row["precision"] == "bf16" else 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", COMPILED)
+def test_compiled_blocks_equal_one_process(row):
+    check(make_config(**COMPILED[row]), steps=1)
