@@ -1,0 +1,90 @@
+"""Every flag of the program, one frozen dataclass per concern.
+
+A field is a flag: `--num-layers` is `ModelConfig.num_layers`; its default, type, help, choices and limits stand in
+the dataclass and nowhere else. Names, meanings and defaults are Megatron's; the ones that are ours say so in their
+help. A field that is None in a fresh object gets its value from the others in `megatron_lite.resolution`.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from megatron_lite.config.data import DataConfig
+from megatron_lite.config.declare import ConfigError, flag, refuse_together
+from megatron_lite.config.model import ModelConfig, PrecisionConfig
+from megatron_lite.config.output import CheckpointConfig, CommandConfig, LoggingConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.training import EvaluationConfig, OptimizerConfig, TrainingConfig
+
+__all__ = [
+    "CONCERNS",
+    "CheckpointConfig",
+    "CommandConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainingConfig",
+    "flag",
+    "refuse_together",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole run. `given` names the fields set on the command line, `notes` what rank 0 tells at start."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    command: CommandConfig = CommandConfig()
+    given: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """{concern: {field: value}} in plain JSON types (tuples become lists)."""
+        return {name: _plain(asdict(getattr(self, name))) for name in CONCERNS}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, dict[str, Any]]) -> "Config":
+        """The reverse of to_dict; absent keys take their default, unknown ones raise ConfigError."""
+        unknown = [name for name in stored if name not in CONCERNS]
+        parts = {}
+        for name, concern in CONCERNS.items():
+            values = stored.get(name, {})
+            known = {f.name for f in fields(concern)}
+            unknown += [f"{name}.{key}" for key in values if key not in known]
+            parts[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        if unknown:
+            raise ConfigError(
+                f"the stored configuration has keys this version does not know: {', '.join(unknown)}"
+            )
+        return cls(**{name: CONCERNS[name](**values) for name, values in parts.items()})
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+CONCERNS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "evaluation": EvaluationConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "command": CommandConfig,
+}

@@ -1,0 +1,74 @@
+"""The flags of the transformer and of the numbers it computes with."""
+
+from dataclasses import dataclass
+
+from megatron_lite.config.declare import flag
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The transformer."""
+
+    num_layers: int | None = flag(None, "transformer layers, total over all pipeline stages", minimum=1)
+    hidden_size: int | None = flag(None, "model width H", minimum=1)
+    ffn_hidden_size: int | None = flag(
+        None, "MLP width; default 4H, with --swiglu int(8H/3/64)*64", minimum=1
+    )
+    num_attention_heads: int | None = flag(None, "query heads", minimum=1)
+    group_query_attention: bool = flag(False, "share each key/value head among several query heads")
+    num_query_groups: int = flag(1, "key/value heads, read only with --group-query-attention", minimum=1)
+    kv_channels: int | None = flag(None, "width of a head; default hidden size / heads", minimum=1)
+    max_position_embeddings: int | None = flag(
+        None, "rows of the learned position table; at least --seq-length", minimum=1
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: float = flag(10000.0, "base of the rotary frequencies", above=0)
+    rotary_percent: float = flag(1.0, "part of a head's width that is rotated", above=0, maximum=1)
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs (GPT-J) instead of halves")
+    use_rope_scaling: bool = flag(False, "Llama 3.1's stretch of the rotary frequencies")
+    rope_scaling_factor: float = flag(8.0, "stretch of the long wavelengths", above=0)
+    rope_scaling_low_freq_factor: float = flag(
+        1.0, "ours: long wavelengths begin at original / this", above=0
+    )
+    rope_scaling_high_freq_factor: float = flag(4.0, "ours: short ones end at original / this", above=0)
+    rope_scaling_original_max_position_embeddings: int = flag(
+        8192, "ours: context length before the stretch", minimum=1
+    )
+    normalization: str = flag("LayerNorm", "normalisation of the residual", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "added to the variance", aliases=("--layernorm-epsilon",), above=0)
+    apply_layernorm_1p: bool = flag(False, "norm weights are stored as weight - 1")
+    swiglu: bool = flag(False, "SiLU-gated MLP instead of GELU")
+    squared_relu: bool = flag(False, "relu(x)^2 in the MLP instead of GELU")
+    disable_bias_linear: bool = flag(False, "no bias in linear layers")
+    add_qkv_bias: bool = flag(False, "bias in the query, key and value projections even so")
+    qk_layernorm: bool = flag(False, "normalise each head's query and key")
+    untie_embeddings_and_output_weights: bool = flag(False, "the head has its own weight")
+    hidden_dropout: float = flag(0.1, "dropout on the residual branches", maximum=1)
+    attention_dropout: float = flag(0.1, "dropout on attention weights", maximum=1)
+    init_method_std: float = flag(0.02, "std of the initial weights; output projections / sqrt(2 layers)")
+    window_size: tuple[int, int] | None = flag(
+        None, "sliding window LEFT,RIGHT in tokens, e.g. 4096,0; -1 = no bound", parse="window", minimum=-1
+    )
+    vocab_size: int | None = flag(None, "true vocabulary size; default: the tokenizer's", minimum=1)
+    make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this", minimum=1)
+    padded_vocab_size: int | None = flag(None, "padded vocabulary, instead of the multiple", minimum=1)
+    attention_backend: str = flag(
+        "auto", "attention kernels", choices=("flash", "fused", "unfused", "local", "auto")
+    )
+    cross_entropy_loss_fusion: bool = flag(False, "compute the loss without keeping all logits in fp32")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats and loss scaling."""
+
+    bf16: bool = flag(False, "bf16 compute, fp32 main weights and gradients")
+    fp16: bool = flag(False, "fp16 compute with loss scaling, fp32 main weights")
+    loss_scale: float | None = flag(None, "fixed loss scale; default: dynamic", above=0)
+    initial_loss_scale: float = flag(float(2**32), "dynamic scale at start", above=0)
+    min_loss_scale: float = flag(1.0, "dynamic scale never below", above=0)
+    loss_scale_window: float = flag(1000.0, "good steps before the scale doubles", minimum=1)
+    hysteresis: int = flag(2, "bad steps before the scale halves", minimum=1)
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16 instead of fp32")

@@ -1,0 +1,142 @@
+"""Checks of where things come from and go to: data, tokenizer, checkpoints, logs; and whether the files are there."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_lite.config import Config, ConfigError, refuse_together
+
+
+def check_data_source(config: Config) -> None:
+    data = config.data
+    per_split = [
+        f"--{name}-data-path"
+        for name in ("train", "valid", "test")
+        if getattr(data, f"{name}_data_path") is not None
+    ]
+    sources = [
+        "--data-path" if data.data_path is not None else None,
+        "--data-args-path" if data.data_args_path else None,
+        "--per-split-data-args-path" if data.per_split_data_args_path else None,
+        "--mock-data" if data.mock_data else None,
+        "/".join(per_split) or None,
+    ]
+    refuse_together(*sources, because="training has one source of data")
+    if not any(sources) and not config.command.planning:
+        raise ConfigError("--data-path is needed (or --train-data-path and its kin, or --mock-data)")
+    by_split = per_split or data.per_split_data_args_path
+    if by_split and data.split is not None:
+        raise ConfigError(
+            f"--split {data.split} and {'/'.join(per_split) or '--per-split-data-args-path'} cannot be given together: "
+            "the paths are split already"
+        )
+    if per_split and data.train_data_path is None and not config.training.skip_train:
+        raise ConfigError(f"{'/'.join(per_split)} without --train-data-path: there is nothing to train on")
+    for name in ("data", "train_data", "valid_data", "test_data"):
+        words = getattr(data, f"{name}_path")
+        if words is not None and not words:
+            raise ConfigError(f"--{name.replace('_', '-')}-path is empty, wanted at least one PREFIX")
+    if data.tokenizer_type is None and not config.command.planning:
+        raise ConfigError("--tokenizer-type is needed (for --mock-data alone, --vocab-size is enough)")
+    needs = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": (), None: ()}
+    for name in needs.get(data.tokenizer_type, ("tokenizer_model",)):
+        if getattr(data, name) is None:
+            raise ConfigError(f"--tokenizer-type {data.tokenizer_type} needs --{name.replace('_', '-')}")
+    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
+        raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
+
+
+def missing_files(config: Config) -> list[str]:
+    """Files and folders that the flags name and that are not there, each with its flag."""
+    data = config.data
+    missing = []
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in data_prefixes(getattr(data, name) or ()):
+            gone = [end for end in (".idx", ".bin") if not _exists(prefix + end)]
+            if gone:
+                files = " and ".join(prefix + end for end in gone)
+                missing.append(f"--{name.replace('_', '-')}: there is no {files}{_prefix_hint(prefix)}")
+    for concern, names in (
+        (data, ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path")),
+        (data, ("vocab_file", "merge_file", "tokenizer_model")),
+        (config.checkpoint, ("pretrained_checkpoint",)),
+    ):
+        for name in names:
+            path = getattr(concern, name)
+            if path is not None and not _exists(path):
+                hint = " (a local file or folder: nothing is downloaded)" if name == "tokenizer_model" else ""
+                missing.append(f"--{name.replace('_', '-')}: there is no {path}{hint}")
+    return missing
+
+
+def data_prefixes(words: Iterable[str]) -> list[str]:
+    """The prefixes among the words of --data-path: PREFIX ..., or WEIGHT PREFIX ... when all weights are numbers."""
+    words = list(words)
+    weighted = len(words) % 2 == 0 and all(_is_number(word) for word in words[::2])
+    return words[1::2] if weighted else words
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _exists(path: str) -> bool:
+    return "://" in path or Path(path).exists()  # a remote one is looked at where it is opened
+
+
+def _prefix_hint(prefix: str) -> str:
+    end = Path(prefix).suffix
+    if end in (".bin", ".idx"):
+        return f" (leave out the ending {end})"
+    return ""
+
+
+def check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.load is None:
+        for name, alone in (
+            ("ckpt_step", checkpoint.ckpt_step is not None),
+            ("finetune", checkpoint.finetune and checkpoint.pretrained_checkpoint is None),
+            (
+                "use_checkpoint_args",
+                checkpoint.use_checkpoint_args and checkpoint.pretrained_checkpoint is None,
+            ),
+            ("ckpt_convert_format", checkpoint.ckpt_convert_format is not None),
+        ):
+            if alone:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --load: it says which checkpoint")
+    retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if retain is not None and (interval is None or retain % interval):
+        raise ConfigError(
+            f"--save-retain-interval {retain} has to be a multiple of --save-interval, which is "
+            f"{interval if interval is not None else 'not given'}"
+        )
+    optimizer = config.optimizer
+    refuse_together(
+        "--override-opt_param-scheduler" if optimizer.override_opt_param_scheduler else None,
+        "--use-checkpoint-opt_param-scheduler" if optimizer.use_checkpoint_opt_param_scheduler else None,
+        because="the learning rate schedule comes from the flags or from the checkpoint",
+    )
+    if checkpoint.ckpt_convert_format is not None and checkpoint.ckpt_convert_save is None:
+        raise ConfigError(
+            f"--ckpt-convert-format {checkpoint.ckpt_convert_format} needs --ckpt-convert-save, where to write"
+        )
+
+
+def check_logging(config: Config) -> None:
+    logging = config.logging
+    if logging.profile and logging.profile_step_end <= logging.profile_step_start:
+        raise ConfigError(
+            f"--profile-step-end {logging.profile_step_end} is not after --profile-step-start "
+            f"{logging.profile_step_start}"
+        )
+    outside = [rank for rank in logging.profile_ranks if rank >= config.parallel.world_size]
+    if logging.profile and outside:
+        raise ConfigError(
+            f"--profile-ranks {outside[0]} is not one of {config.parallel.world_size} processes"
+        )
+    if logging.log_progress and config.checkpoint.save is None:
+        raise ConfigError("--log-progress writes SAVE/progress.txt: give --save")
