@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_lite.checkpoint.agreement import Ranks, sentence
 from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
 from megatron_lite.checkpoint.dcp import save_pieces
-from megatron_lite.checkpoint.folder import Found, deletable, find_checkpoint, survey
+from megatron_lite.checkpoint.folder import Found, deletable, delete, find_checkpoint, survey
 from megatron_lite.checkpoint.manifest import FileEntry, read_manifest, why_corrupt
 from megatron_lite.checkpoint.pieces import Piece, piece_of
 from megatron_lite.checkpoint.reading import RANDOM_PREFIX, CheckpointReader
@@ -61,7 +61,7 @@ class Checkpointer:
         self._iteration = 0
         if config.checkpoint.save:
             self._storage = storage_for(config.checkpoint.save)
-            self._ranks.first(self._check_writable)
+            self._check_save_folder()
 
     def save(
         self,
@@ -165,16 +165,26 @@ class Checkpointer:
 
         return self._ranks.together(read)
 
-    def _check_writable(self) -> None:
-        probe = f".written_by_{os.getpid()}"
-        try:
-            self._storage.make_folder()
-            self._storage.write(probe, b"")
-            self._storage.remove_file(probe)
-        except OSError as error:
+    def _check_save_folder(self) -> None:
+        """It can be written, and every rank sees what rank 0 writes."""
+        save = self._config.checkpoint.save
+        probe = self._ranks.first(lambda: f".written_by_{os.getpid()}")
+
+        def write() -> None:
+            try:
+                self._storage.make_folder()
+                self._storage.write(probe, b"")
+            except OSError as error:
+                raise ConfigError(f"--save {save} cannot be written: {sentence(error)}") from None
+
+        self._ranks.first(write)
+        seen = self._ranks.gather(self._storage.size(probe) is not None)
+        self._ranks.first(lambda: self._storage.remove_file(probe))
+        if not all(seen):
             raise ConfigError(
-                f"--save {self._config.checkpoint.save} cannot be written: {sentence(error)}"
-            ) from None
+                f"--save {save}: rank {seen.index(False)} does not see what rank 0 writes there; "
+                "it has to lie on a filesystem that all ranks share"
+            )
 
     def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
         """Copies in host memory that is kept from save to save: the state of this step, at a memcpy's cost."""
@@ -213,7 +223,7 @@ class Checkpointer:
         complete, _ = survey(self._storage)
         for name in deletable(complete, new.iteration, config.keep_last, config.save_retain_interval):
             try:
-                self._storage.remove_folder(name)
+                delete(self._storage, name)
             except OSError as error:  # removed by hand, or not ours to remove: the new checkpoint is good
                 print(f"warning: {self._storage.full(name)} was not deleted: {sentence(error)}", flush=True)
 

@@ -206,16 +206,29 @@ def deletable(
     ]
 
 
+def delete(storage: Storage, name: str) -> None:
+    """Delete a checkpoint folder. It stops to count before its first file goes."""
+    if storage.remote:
+        storage.remove_file(f"{name}/{MANIFEST}")
+    else:
+        aside = name.removesuffix(REPLACED) + ASIDE
+        storage.rename(name, aside)
+        name = aside
+    storage.remove_folder(name)
+
+
 def clear_leftovers(storage: Storage) -> None:
-    """Remove what killed runs left: half-written folders, and replaced ones whose successor is complete."""
-    complete, _ = survey(storage)
-    for name in storage.names():
-        successor = name.removesuffix(REPLACED)
-        replaced = name != successor and complete.get(_number_of(successor)) == successor
-        if (name.endswith(ASIDE) and _STEP.fullmatch(name.removesuffix(ASIDE))) or replaced:
+    """Remove what killed runs left: half-written folders, and replaced ones whose successor is complete.
+
+    A replaced one without a successor gets its name back.
+    """
+    names = storage.names()
+    for name in names:
+        if name.endswith(ASIDE) and _STEP.fullmatch(name.removesuffix(ASIDE)):
             storage.remove_folder(name)
-
-
-def _number_of(name: str) -> int | None:
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+    for name in names:
+        match = _STEP.fullmatch(name.removesuffix(REPLACED)) if name.endswith(REPLACED) else None
+        if match and match[0] not in names:
+            storage.rename(name, match[0])  # its successor never came
+        elif match and why_incomplete(storage, match[0], int(match[1])) is None:
+            delete(storage, name)

@@ -1,6 +1,7 @@
 """One new checkpoint folder: written aside, complete before it has its name. And a whole one in one process."""
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,14 +11,29 @@ import torch
 
 from megatron_lite.checkpoint.agreement import sentence
 from megatron_lite.checkpoint.dcp import save_batches
-from megatron_lite.checkpoint.folder import ASIDE, REPLACED, clear_leftovers, folder_name, write_pointer
-from megatron_lite.checkpoint.manifest import CONFIG, MANIFEST, TRAIN_STATE, FileEntry, Manifest, entry_of
+from megatron_lite.checkpoint.folder import (
+    ASIDE,
+    REPLACED,
+    clear_leftovers,
+    folder_name,
+    write_pointer,
+)
+from megatron_lite.checkpoint.manifest import (
+    CONFIG,
+    MANIFEST,
+    TRAIN_STATE,
+    FileEntry,
+    Manifest,
+    entry_of,
+    why_incomplete,
+)
 from megatron_lite.checkpoint.pieces import Piece, piece_of
 from megatron_lite.checkpoint.storage import Storage, storage_for
 from megatron_lite.config import ConfigError
 
 TOKENIZER = "tokenizer"
 _BATCH_BYTES = 1 << 30
+_VISIBILITY_WAITS_S = (1, 2, 5)
 
 
 class NewFolder:
@@ -54,10 +70,21 @@ class NewFolder:
             self.iteration, dict(entries) | {name: entry_of(data) for name, data in files.items()}
         )
         self.storage.write(f"{self.name}/{MANIFEST}", manifest.to_bytes())
+        self._check_visible()
         if not self.storage.remote:
             self._take_name()
         write_pointer(self.storage, self.iteration)
         clear_leftovers(self.storage)
+
+    def _check_visible(self) -> None:
+        """What other ranks wrote has to be seen from here; a network filesystem may take a moment."""
+        for wait in (*_VISIBILITY_WAITS_S, None):
+            reason = why_incomplete(self.storage, self.name, self.iteration)
+            if reason is None:
+                return
+            if wait is not None:
+                time.sleep(wait)
+        raise ConfigError(f"{reason}, seen from rank 0: --save has to lie where all ranks see the same files")
 
     def _take_name(self) -> None:
         """iter_N.tmp becomes iter_N. An iter_N that is there waits as iter_N.replaced, which counts till then."""
@@ -68,6 +95,7 @@ class NewFolder:
                 )  # begin() would have removed the other one if it were whole
             else:
                 self.storage.rename(self.final, self.final + REPLACED)
+        self.storage.sync_folder(self.name)
         self.storage.rename(self.name, self.final)
         self.storage.sync_folder()
 

@@ -246,9 +246,9 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     make_checkpoint(tmp_path, 5, "iter_0000005.replaced")
     (tmp_path / "iter_0000010.tmp").mkdir()
     make_checkpoint(tmp_path, 15, "iter_0000015.replaced")  # killed between two renames: the only step 15
+    assert find_in(str(tmp_path)).path.endswith("iter_0000015.replaced")
     for other in ("mine.tmp", "iter_0000020", "tensorboard"):
         (tmp_path / other).mkdir()
     clear_leftovers(storage_for(str(tmp_path)))
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["iter_0000005", "iter_0000015.replaced", "iter_0000020", "mine.tmp", "tensorboard"]
-    assert find_in(str(tmp_path)).path.endswith("iter_0000015.replaced")
+    assert names == ["iter_0000005", "iter_0000015", "iter_0000020", "mine.tmp", "tensorboard"]
