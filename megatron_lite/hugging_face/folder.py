@@ -5,6 +5,7 @@ Nothing in it is trusted: safetensors are read as plain bytes, .bin files by tor
 """
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.hugging_face.families import GPT2, Family
 from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.model_flags import read_model_config
-from megatron_lite.hugging_face.weights import HEAD_WEIGHT, tensor_maps
+from megatron_lite.hugging_face.weights import HEAD_WEIGHT, our_shapes, tensor_maps, to_ours
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -66,6 +67,13 @@ class ModelFolder:
             return source.get_tensor(stored)
         except SafetensorError as error:
             raise ConfigError(f"{self._files[stored]}: {stored} cannot be read: {error}") from None
+
+    def our_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(global name, tensor) of the whole model, in fp32 as training keeps them. Raises as read does."""
+        shapes = our_shapes(self.model)
+        for entry in self.maps:
+            for name, tensor in to_ours(entry, self.read(entry.theirs), shapes, self.model):
+                yield name, tensor.float()
 
     def _opened(self, file: Path) -> Any:
         """The open file; only one is kept open, the tensors come in order."""

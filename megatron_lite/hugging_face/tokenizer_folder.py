@@ -82,7 +82,10 @@ def check_tokenizer(tokenizer: OurTokenizer, folder: Path, texts: Sequence[str] 
         # A folder of Hugging Face's may read special tokens in a text; training data never did.
         theirs = loaded.encode(text, add_special_tokens=False, split_special_tokens=True)
         if ours != theirs:
-            at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+            at = next(
+                (i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]),
+                min(len(ours), len(theirs)),
+            )
             raise ConfigError(
                 f"transformers' {type(loaded).__name__} gives other ids than {tokenizer.name} for {text[:40]!r}: "
                 f"from token {at} on {theirs[at : at + 4]} instead of {ours[at : at + 4]} "
@@ -91,7 +94,9 @@ def check_tokenizer(tokenizer: OurTokenizer, folder: Path, texts: Sequence[str] 
         count += len(ours)
     end = loaded.eos_token_id
     if end is not None and end != tokenizer.eod:
-        raise ConfigError(f"transformers ends a text with token {end}, {tokenizer.name} ends a document with {tokenizer.eod}")
+        raise ConfigError(
+            f"transformers ends a text with token {end}, {tokenizer.name} ends a document with {tokenizer.eod}"
+        )
     return count
 
 
@@ -130,7 +135,9 @@ def _convert_tiktoken(tokenizer: TikTokenTokenizer) -> Tokenizer:
     encoding = tokenizer.encoding
     # The library's own table of bytes: byte -> the character it stands for.
     letters = _byte_letters()
-    ranks = {encoding.decode_single_token_bytes(i): i for i in range(tokenizer.num_special, tokenizer.vocab_size)}
+    ranks = {
+        encoding.decode_single_token_bytes(i): i for i in range(tokenizer.num_special, tokenizer.vocab_size)
+    }
     vocabulary = {encoding.decode([i]): i for i in range(tokenizer.num_special)}
     vocabulary |= {"".join(letters[b] for b in token): i for token, i in ranks.items()}
     merges = []
@@ -155,7 +162,7 @@ def _parts(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
     """What byte pair encoding with the tokens below `limit` makes of a token."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 1:
-        best, at = min(((ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1)))
+        best, at = min((ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1))
         if best >= limit:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]

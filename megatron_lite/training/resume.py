@@ -60,9 +60,11 @@ def resume(
         if config.checkpoint.load:
             say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
         return TrainState(), Schedule.from_config(config)
-    weights_only = config.checkpoint.finetune or found.pretrained
-    check_resumable(config, checkpointer.read_config(found), found, weights_only=weights_only)
     kept = checkpointer.read_train_state(found)
+    # tools/hf_import.py says so in what it writes: there is no optimizer state and no place to go on from.
+    weights_only = config.checkpoint.finetune or found.pretrained or kept.get("weights_only", False)
+    for line in check_resumable(config, checkpointer.read_config(found), found, weights_only=weights_only):
+        say(line)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
     _load_tensors(checkpointer, found, chunks, optimizer if with_optimizer else None)
     if weights_only:

@@ -1,0 +1,40 @@
+"""The tokenizer that a checkpoint keeps beside its weights: the flags of the run, the files of the checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_lite.config import ConfigError, DataConfig
+
+# The file that stands for the whole tokenizer where --tokenizer-model may also name a folder.
+FOLDER_MARK = "tokenizer.json"
+FILE_FLAGS = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+def stored_tokenizer_flags(data: DataConfig, folder: Path) -> DataConfig:
+    """The run's tokenizer flags with every file replaced by the copy in `folder`.
+
+    Args:
+        data: the run's flags; paths in them may be of another machine.
+        folder: CHECKPOINT/tokenizer.
+
+    Raises:
+        ConfigError: when the run had files that the folder lacks.
+    """
+    if data.tokenizer_type in (None, "NullTokenizer"):
+        return data
+    found = {}
+    for flag in FILE_FLAGS:
+        named = getattr(data, flag)
+        if named is None:
+            continue
+        copy = folder / Path(named).name
+        whole = folder / FOLDER_MARK
+        if copy.is_file():
+            found[flag] = str(copy)
+        elif flag == "tokenizer_model" and data.tokenizer_type == "HuggingFaceTokenizer" and whole.is_file():
+            found[flag] = str(folder)
+        else:
+            raise ConfigError(
+                f"{folder} lacks the copy of --{flag.replace('_', '-')} {named}, wanted the tokenizer of the run"
+            )
+    return replace(data, **found)

@@ -1,0 +1,72 @@
+"""The model that a checkpoint holds, whatever layout wrote it: flags, weights by global name, tokenizer."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_lite.checkpoint import find_in
+from megatron_lite.checkpoint.reading import CheckpointReader
+from megatron_lite.config import Config, ConfigError
+from megatron_lite.data.stored_tokenizer import stored_tokenizer_flags
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.hugging_face.weights import our_shapes
+
+
+class CheckpointModel:
+    """One checkpoint opened for reading.
+
+    Attributes:
+        config: the run's.
+        train_state: iteration, consumed samples and so on.
+        shapes: {global name: shape} of the weights.
+    """
+
+    def __init__(self, load: str, step: int | None = None) -> None:
+        """Open the checkpoint that --load and --ckpt-step name.
+
+        Raises:
+            ConfigError: when there is none, or it does not hold the whole model that its configuration describes.
+        """
+        found = find_in(load, step)
+        if found is None:
+            raise ConfigError(f"--load {load}: there is no checkpoint")
+        self.reader = CheckpointReader(found)
+        self.path = self.reader.path
+        self.config = Config.from_dict(self.reader.config)
+        self.train_state = self.reader.train_state
+        if self.config.model.vocab_size is None or self.config.model.padded_vocab_size is None:
+            raise ConfigError(f"{self.path} does not say how large its vocabulary is")
+        self.shapes = our_shapes(self.config.model)
+        self._check()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A weight by its global name."""
+        return self.reader.read(name)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that the checkpoint keeps; None when its configuration names none.
+
+        Raises:
+            ConfigError: when its files are not there or its vocabulary is larger than the model's.
+        """
+        data, model = self.config.data, self.config.model
+        if data.tokenizer_type is None:
+            return None
+        flags = stored_tokenizer_flags(data, Path(self.path) / "tokenizer")
+        if data.tokenizer_type == "NullTokenizer":
+            return build_tokenizer(flags, model.vocab_size - 1)
+        return build_tokenizer(flags, model.vocab_size)
+
+    def _check(self) -> None:
+        stored = self.reader.names()
+        missing = [name for name in self.shapes if name not in stored]
+        if missing:
+            raise ConfigError(
+                f"{self.path} lacks {len(missing):,} weights of its model, the first is {missing[0]}"
+            )
+        for name, shape in self.shapes.items():
+            seen = tuple(stored[name].shape)
+            if seen != shape:
+                raise ConfigError(
+                    f"{self.path}: {name} has shape {list(seen)}, by its configuration it is {list(shape)}"
+                )

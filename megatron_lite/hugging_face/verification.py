@@ -1,0 +1,129 @@
+"""Proof of a conversion: logits of this model and of transformers on the same tokens, in fp32.
+
+Ours is run layer by layer from the stored weights, so that only theirs is ever whole in memory.
+Shapes: B rows, S positions, v true vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.model.loading import ReadTensor, load_chunk
+
+RANDOM_ROWS, RANDOM_LENGTH = 2, 64
+# Windows up to this many tokens are crossed by the prompts; a longer prompt would take minutes on a CPU.
+CROSSED_WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens [B, S] and what they are."""
+
+    name: str
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference of one prompt's logits, and where."""
+
+    name: str
+    num_positions: int
+    largest: float
+    position: int
+    scale: float
+    same_choice: float
+
+    def within(self, tolerance: float) -> bool:
+        """Whether the difference is small against the logits; one that is not a number is not."""
+        return self.largest <= tolerance * max(1.0, self.scale)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.num_positions} positions, largest difference of logits {self.largest:.2e} "
+            f"(position {self.position}, largest logit {self.scale:.3g}), same next token {self.same_choice:.1%}"
+        )
+
+
+def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: int = 1) -> list[Prompt]:
+    """Random tokens over the whole vocabulary, and real ones.
+
+    Args:
+        model: its limit of positions is kept, its window crossed where that is affordable.
+        texts: token ids of real texts.
+    """
+    limit = model.max_position_embeddings
+    window = model.window_size[0] + 1 if model.window_size and model.window_size[0] >= 0 else 0
+    length = min(limit, max(RANDOM_LENGTH, window + 16 if window <= CROSSED_WINDOW else 0))
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randint(0, model.vocab_size, (RANDOM_ROWS, length), generator=generator)
+    prompts = [Prompt("random tokens", random)]
+    real = [number for text in texts for number in text if number < model.vocab_size][:length]
+    if len(real) > 1:
+        prompts.append(Prompt("real text", torch.tensor([real])))
+    return prompts
+
+
+@torch.no_grad()
+def our_logits(model: ModelConfig, read: ReadTensor, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+    """Logits [B, S, v] of each prompt, fp32, with one layer in memory at a time.
+
+    Args:
+        read: gives a parameter by its global name.
+    """
+    plain = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
+    embedding = load_chunk(plain, (), read, has_lm_head=False)
+    states = [embedding(prompt.tokens) for prompt in prompts]
+    del embedding
+    for number in range(model.num_layers):
+        layer = load_chunk(plain, (number,), read, has_embedding=False, has_lm_head=False)
+        states = [layer(state) for state in states]
+    head = load_chunk(plain, (), read, has_embedding=False)
+    return [head(state)[..., : model.vocab_size] for state in states]
+
+
+@torch.no_grad()
+def their_logits(folder: Path, architecture: str, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+    """The same by transformers, which loads the folder as any user would, in fp32.
+
+    Raises:
+        ConfigError: when transformers cannot load the folder, or finds tensors missing or left over.
+    """
+    kind = getattr(transformers, architecture)
+    try:
+        model, told = kind.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"transformers cannot load {folder}: {reason}") from None
+    for problem in ("missing_keys", "mismatched_keys"):
+        if told[problem]:
+            raise ConfigError(f"transformers loads {folder} with {problem}: {sorted(told[problem])[:4]}")
+    model.eval()
+    return [model(prompt.tokens, use_cache=False).logits for prompt in prompts]
+
+
+def compare(
+    prompts: Sequence[Prompt], ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
+) -> list[Comparison]:
+    """One comparison a prompt; logits [B, S, v] of both sides."""
+    results = []
+    for prompt, a, b in zip(prompts, ours, theirs):
+        assert a.shape == b.shape, (a.shape, b.shape)
+        difference = (a - b).abs().amax(dim=(0, 2)).nan_to_num(nan=float("inf"))  # [S]
+        results.append(
+            Comparison(
+                name=prompt.name,
+                num_positions=prompt.tokens.numel(),
+                largest=difference.max().item(),
+                position=int(difference.argmax()),
+                scale=b.abs().max().item(),
+                same_choice=(a.argmax(-1) == b.argmax(-1)).float().mean().item(),
+            )
+        )
+    return results

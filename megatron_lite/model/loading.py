@@ -1,0 +1,34 @@
+"""A model from stored weights, without a process group."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.model.gpt import GPTChunk
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ReadTensor = Callable[[str], torch.Tensor]
+
+
+def load_chunk(
+    model: ModelConfig,
+    layers: Sequence[int],
+    read: ReadTensor,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **parts: bool,
+) -> GPTChunk:
+    """A chunk with the stored weights, ready to be run, not to be trained.
+
+    Args:
+        layers: GLOBAL numbers of its layers.
+        read: gives a parameter by its global name.
+        parts: has_embedding, has_lm_head of GPTChunk.
+    """
+    with torch.device("meta"):
+        chunk = GPTChunk(model, layers, **parts).to(dtype)
+    chunk.to_empty(device=device)
+    for name, parameter in chunk.named_global_parameters():
+        parameter.data.copy_(read(name))
+    return chunk.eval().requires_grad_(False)

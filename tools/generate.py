@@ -1,0 +1,111 @@
+"""Continue a prompt with a checkpoint of any layout, or with a Hugging Face folder.
+
+    python tools/generate.py --load CHECKPOINTS --prompt "def main(" --max-new-tokens 64
+    python tools/generate.py --hf-model DIR --prompt "Once" --temperature 0.8 --top-p 0.9 --seed 1
+
+Without --temperature the most likely token is taken. A model without a tokenizer takes and gives token ids.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
+from megatron_lite.hugging_face.folder import ModelFolder
+from megatron_lite.hugging_face.folder_tokenizer import folder_tokenizer_flags
+from megatron_lite.model.generation import Sampling, generate
+from megatron_lite.model.loading import DTYPES, ReadTensor, load_chunk
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, load, generate, print."""
+    arguments = build_parser().parse_args(argv)
+    if (arguments.load is None) == (arguments.hf_model is None):
+        raise ConfigError("wanted one of --load and --hf-model")
+    if arguments.temperature == 0 and (arguments.top_k or arguments.top_p):
+        raise ConfigError("--top-k and --top-p choose by chance, wanted a --temperature above 0 with them")
+    config, read, flags_of_tokenizer = open_model(arguments.load, arguments.ckpt_step, arguments.hf_model)
+    if arguments.tokenizer_type is not None:
+        tokenizer = build_tokenizer(tokenizer_config(arguments), config.vocab_size)
+    else:
+        tokenizer = flags_of_tokenizer()
+    prompts = [encode(text, tokenizer) for text in arguments.prompt]
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_chunk(config, range(config.num_layers), read, DTYPES[arguments.dtype], device)
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    stop = {tokenizer.eod} if tokenizer is not None and not arguments.ignore_eod else ()
+    for text, ids in zip(arguments.prompt, prompts):
+        for _ in range(arguments.num_samples):
+            new = generate(model, ids, arguments.max_new_tokens, sampling, generator, stop)
+            whole = decode(ids + new, tokenizer) if tokenizer is not None else f"{text} {decode(new, None)}"
+            print(whole, flush=True)
+
+
+def open_model(
+    load: str | None, step: int | None, hf_model: Path | None
+) -> tuple[ModelConfig, ReadTensor, Callable[[], Tokenizer | None]]:
+    """Flags, weights by name, and what gives the tokenizer."""
+    if hf_model is None:
+        source = CheckpointModel(str(load), step)
+        return source.config.model, source.read, source.tokenizer
+    folder = ModelFolder(hf_model)
+    weights = dict(folder.our_tensors())
+    flags = folder_tokenizer_flags(hf_model)
+
+    def tokenizer() -> Tokenizer | None:
+        return build_tokenizer(flags, folder.model.vocab_size) if flags is not None else None
+
+    return folder.model, weights.__getitem__, tokenizer
+
+
+def encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of a prompt; without a tokenizer the prompt is the ids."""
+    if tokenizer is not None:
+        return tokenizer.encode(text)
+    words = text.split()
+    if not all(word.isdigit() for word in words):
+        raise ConfigError(
+            f"--prompt is '{text}', but the model has no tokenizer: wanted token ids, e.g. '1 2 3'"
+        )
+    return [int(word) for word in words]
+
+
+def decode(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """Text of ids; without a tokenizer the ids."""
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+def build_parser() -> Parser:
+    """The tool's flags."""
+    parser = Parser("Continue a prompt.")
+    parser.add_argument("--load", help="folder of checkpoints, or one of them")
+    parser.add_argument("--ckpt-step", type=number(0), help="this step, not the newest")
+    parser.add_argument("--hf-model", type=Path, help="a Hugging Face folder instead")
+    parser.add_argument("--prompt", nargs="+", required=True, help="one or more texts")
+    parser.add_argument("--max-new-tokens", type=number(1), default=64, help="(default: 64)")
+    parser.add_argument(
+        "--num-samples", type=number(1), default=1, help="continuations a prompt (default: 1)"
+    )
+    parser.add_argument("--temperature", type=number(0, float), default=0.0, help="0 (default): no chance")
+    parser.add_argument("--top-k", type=number(1), help="draw among the K likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=number(0.0, float, 1.0), help="draw among the likeliest that sum to P"
+    )
+    parser.add_argument("--seed", type=number(0), default=1234, help="of what is drawn (default: 1234)")
+    parser.add_argument("--ignore-eod", action="store_true", help="go on after an end of document")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the computation (default: fp32)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    add_tokenizer_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,70 @@
+"""Write a checkpoint as a Hugging Face model folder, and prove that transformers computes the same from it.
+
+    python tools/hf_export.py --load CHECKPOINTS --output DIR [--ckpt-step N] [--dtype bf16] [--max-shard-size 5GB]
+
+Works on a checkpoint of any layout, in one process, tensor by tensor. DIR gets its name only when the logits of
+both sides agree (exit code 1 when they do not).
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.data.tokenizer import add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
+from megatron_lite.hugging_face.conversions import ExportOptions, export_checkpoint
+from megatron_lite.hugging_face.families import FAMILIES
+from megatron_lite.hugging_face.output_folder import check_free
+from megatron_lite.hugging_face.shards import parse_size
+from megatron_lite.model.loading import DTYPES
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, export."""
+    arguments = build_parser().parse_args(argv)
+    transformers.utils.logging.disable_progress_bar()
+    options = ExportOptions(
+        dtype=DTYPES[arguments.dtype],
+        max_shard_bytes=parse_size(arguments.max_shard_size, "--max-shard-size"),
+        architecture=arguments.architecture,
+        tolerance=None if arguments.no_verify else arguments.tolerance,
+    )
+    check_free(arguments.output, "--output")
+    source = CheckpointModel(arguments.load, arguments.ckpt_step)
+    if arguments.no_tokenizer:
+        tokenizer = None
+    elif arguments.tokenizer_type is not None:
+        tokenizer = build_tokenizer(tokenizer_config(arguments), source.config.model.vocab_size)
+    else:
+        tokenizer = source.tokenizer()
+    export_checkpoint(source, arguments.output, tokenizer, options, print)
+
+
+def build_parser() -> Parser:
+    """The tool's flags."""
+    parser = Parser("Write a checkpoint as a Hugging Face model folder.")
+    parser.add_argument("--load", required=True, help="folder of checkpoints, or one of them")
+    parser.add_argument("--ckpt-step", type=number(0), help="this step, not the newest")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: fp32)")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest file (default: 5GB)")
+    parser.add_argument("--architecture", choices=FAMILIES, help="default: the first that fits the model")
+    parser.add_argument(
+        "--tolerance",
+        type=number(0, float),
+        default=1e-4,
+        help="largest difference of logits, as part of the largest logit (default: 1e-4)",
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers")
+    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    add_tokenizer_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)

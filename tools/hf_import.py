@@ -1,0 +1,65 @@
+"""Read a Hugging Face model folder into a checkpoint that training starts from, and prove it computes the same.
+
+    python tools/hf_import.py --hf-model DIR --save CHECKPOINTS
+    torchrun pretrain_gpt.py --load CHECKPOINTS --use-checkpoint-args ...
+
+The model's flags are stored in the checkpoint; it loads in any layout. CHECKPOINTS gets its name only when the
+logits of both sides agree (exit code 1 when they do not).
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.config import DataConfig
+from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.hugging_face.conversions import import_folder
+from megatron_lite.hugging_face.folder import ModelFolder
+from megatron_lite.hugging_face.folder_tokenizer import folder_tokenizer_flags
+from megatron_lite.hugging_face.output_folder import check_free
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, import."""
+    arguments = build_parser().parse_args(argv)
+    transformers.utils.logging.disable_progress_bar()
+    check_free(arguments.save, "--save")
+    source = ModelFolder(arguments.hf_model, arguments.make_vocab_size_divisible_by)
+    flags = None if arguments.no_tokenizer else folder_tokenizer_flags(arguments.hf_model)
+    tokenizer = build_tokenizer(flags, source.model.vocab_size) if flags is not None else None
+    print(
+        f"{arguments.hf_model}: {source.family.architecture}, tokenizer {tokenizer.name if tokenizer else 'none'}"
+    )
+    tolerance = None if arguments.no_verify else arguments.tolerance
+    import_folder(source, arguments.save, flags or DataConfig(), tokenizer, tolerance, print)
+
+
+def build_parser() -> Parser:
+    """The tool's flags."""
+    parser = Parser("Read a Hugging Face model folder into a checkpoint.")
+    parser.add_argument("--hf-model", type=Path, required=True, help="folder with config.json and weights")
+    parser.add_argument("--save", type=Path, required=True, help="folder of checkpoints to make")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=number(1),
+        default=128,
+        help="the vocabulary is padded to a multiple of this (default: 128)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=number(0, float),
+        default=1e-4,
+        help="largest difference of logits, as part of the largest logit (default: 1e-4)",
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers")
+    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)
