@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.blended_dataset import BlendedDataset, build_blend
-from megatron_lite.data.blends import SPLITS, Blend, Bounds, DataPlan, plan_data, split_range
+from megatron_lite.data.blends import DEFAULT_SPLIT, SPLITS, Blend, Bounds, DataPlan, plan_data, split_range
 from megatron_lite.data.gpt_dataset import GPTDataset, Part, TokenSource, build_entry, check_token_ids
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed_dataset import IndexedDataset
@@ -119,6 +119,8 @@ class _Assembly:
     ):
         self.config, self.plan, self.options, self.sizes = config, plan, options, sizes
         self.is_builder, self.say = is_builder, say
+        # The default split of a small corpus may leave no document for the test: no mistake of the user's.
+        self.split_was_given = "split" in config.given or config.data.split not in (None, DEFAULT_SPLIT)
         self.sources: dict[str, TokenSource] = {}
         self.counts = _read_counts(config.data.per_dataset_sequences_path)
 
@@ -143,7 +145,7 @@ class _Assembly:
             else:
                 dataset = self._build_blend(split, name, blend, wanted)
         except _EmptyPartError as error:
-            if split == "train" or not self.plan.shared or self.config.data.split is not None:
+            if split == "train" or not self.plan.shared or self.split_was_given:
                 raise
             self.say(f"data: no {split} set: {error}")
             return None

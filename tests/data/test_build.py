@@ -149,6 +149,9 @@ def test_the_default_split_may_leave_validation_out_but_says_so(tmp_path):
     datasets = build(config_of(data_path=[prefix]), {"train": 5, "valid": 5, "test": 5}, say=lines.append)
     assert (datasets.valid, datasets.test) == ({}, {})
     assert [line.split(": ")[1] for line in lines] == ["train", "no valid set", "no test set"]
+    given = replace(config_of(data_path=[prefix], split="969,30,1"), given=frozenset({"split"}))
+    with pytest.raises(ConfigError, match="the valid split of .* has no document; --split 969,30,1 gives it"):
+        build(given, {"train": 5, "valid": 5, "test": 5})
 
 
 def test_a_split_nobody_asks_for_is_not_read(tmp_path):

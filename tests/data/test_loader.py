@@ -282,7 +282,7 @@ def test_a_process_ends_although_its_loader_is_busy(busy):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_batches_on_a_gpu_equal_those_on_the_cpu():
-    """Pinned buffers are used again while copies are on their way: the values tell whether they were let go too early."""
+    """Pinned buffers are used again while copies are on their way: the values tell if they were let go too early."""
     dataset, config = Numbered(10_000), config_of(micro=4, workers=4)
     here, there = (
         Loader(dataset, config, 0, 1, 0, device)
