@@ -1,5 +1,6 @@
 """Start and stop torch.distributed; choose the device; seed the random generators; leave cleanly."""
 
+import hashlib
 import os
 import sys
 import time
@@ -50,12 +51,23 @@ def process_group(config: Config, environment: Environment) -> Iterator[torch.de
     dist.destroy_process_group()
 
 
-def seed_everything(config: Config, pipeline_rank: int, data_parallel_rank: int) -> None:
+def seed_everything(
+    config: Config,
+    pipeline_rank: int,
+    data_parallel_rank: int,
+    context_rank: int = 0,
+    tensor_rank: int = 0,
+) -> None:
     """Seed torch's generators for dropout: equal on the ranks that hold the same activations, else different.
 
-    Initial weights do not depend on it: model/initialization.py seeds each parameter by its name.
+    Tensor ranks hold the same hidden state, so they draw the same numbers, unless --sequence-parallel cuts it;
+    what they hold different heads of, attention dropout, is parallel/tensor.py's. Initial weights do not depend
+    on it: model/initialization.py seeds each parameter by its name.
     """
-    torch.manual_seed(config.training.seed + 100 * pipeline_rank + 10_000 * data_parallel_rank)
+    tensor_rank = tensor_rank if config.parallel.sequence_parallel else 0
+    place = (config.training.seed, pipeline_rank, data_parallel_rank, context_rank, tensor_rank)
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

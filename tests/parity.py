@@ -214,14 +214,7 @@ def initial_whole_model(config: Config) -> GPTChunk:
 def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:
     """The judge: one process, plain autograd over the whole global batch, torch's own clip and AdamW."""
     model = initial_whole_model(config)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=0.01,
-        betas=(0.9, 0.95),
-    )
+    optimizers = bare_optimizers(config, model)
     outcome = Outcome([], [], {})
     for batch in batches:
         loss = bare_loss(model, batch, config.precision)
@@ -231,11 +224,31 @@ def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcom
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
         outcome.losses.append(loss.item())
         outcome.norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     with torch.no_grad():
         outcome.evaluation = bare_loss(model, batches[0], config.precision).item()
     return outcome
+
+
+def bare_optimizers(config: Config, model: GPTChunk) -> list[torch.optim.Optimizer]:
+    """torch's own AdamW for everything, or torch's own Muon for the blocks' matrices and AdamW for the rest."""
+    muon = config.optimizer.optimizer == "muon"
+    matrices = {
+        n: p for n, p in model.named_parameters() if muon and n.startswith("layers.") and p.dim() == 2
+    }
+    rest = [p for n, p in model.named_parameters() if n not in matrices]
+    groups = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizers = [torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))]
+    if muon:
+        optimizers.append(
+            torch.optim.Muon(matrices.values(), lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        )
+    return optimizers
 
 
 def bare_loss(

@@ -59,6 +59,29 @@ class ReplicatedWeights(ParallelStyle):
         return output.to_local()
 
 
+class OwnRandomness(nn.Module):
+    """Runs attention under a generator state of this rank's own: the ranks have other heads, and would drop alike.
+
+    The seed comes from the generator that the tensor ranks share, which goes on as if nothing had been drawn
+    inside. A recomputed forward starts from the same shared state and so drops the same.
+    """
+
+    def __init__(self, core: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.core = core
+        self.rank = rank
+
+    def forward(self, q: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        """As the core's forward."""
+        if not (self.training and self.core.dropout):
+            return self.core(q, *inputs)
+        seed = int(torch.randint(1 << 62, ())) + self.rank
+        devices = [q.device] if q.is_cuda else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            return self.core(q, *inputs)
+
+
 def apply_tensor_parallel(chunk: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
     """Split a chunk's weights over the tp axis, in place.
 
@@ -73,6 +96,8 @@ def apply_tensor_parallel(chunk: nn.Module, mesh: DeviceMesh, parallel: Parallel
     chunk.sequence_shards = mesh.size() if parallel.sequence_parallel else 1
     for layer in chunk.layers.values():
         parallelize_module(layer, mesh, _block_plan(layer, hidden))
+        if not parallel.sequence_parallel:
+            layer.attention.core = OwnRandomness(layer.attention.core, mesh.get_local_rank())
     if chunk.embedding is not None:
         _split_embedding(chunk.embedding, mesh, hidden)
     if chunk.lm_head is not None:

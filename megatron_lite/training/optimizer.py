@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config import OptimizerConfig
+from megatron_lite.training.muon import Muon, fresh_averages, fresh_momentum
 
 ParameterGroups = list[dict[str, Any]]
 STATE_PREFIX = "optimizer."
@@ -16,17 +17,18 @@ def parameter_groups(chunks: list[nn.Module], config: OptimizerConfig) -> Parame
     """Groups by weight decay and learning rate, each with `decays` and `decoupled` for the schedule to read.
 
     Biases and 1-D parameters do not decay; embeddings do (Megatron-LM's rule). With --decoupled-lr the
-    embedding and the head have a learning rate of their own.
+    embedding and the head have a learning rate of their own. `orthogonal` marks the blocks' matrices.
     """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_global_parameters():
             decays = parameter.dim() > 1 and not name.endswith(".bias")
             decoupled = config.decoupled_lr is not None and name.startswith(("embedding.", "lm_head."))
-            groups.setdefault((decays, decoupled), []).append(parameter)
+            orthogonal = config.optimizer == "muon" and name.startswith("layers.") and parameter.dim() == 2
+            groups.setdefault((decays, decoupled, orthogonal), []).append(parameter)
     return [
-        {"params": parameters, "decays": decays, "decoupled": decoupled}
-        for (decays, decoupled), parameters in sorted(groups.items(), reverse=True)
+        {"params": parameters, "decays": decays, "decoupled": decoupled, "orthogonal": orthogonal}
+        for (decays, decoupled, orthogonal), parameters in sorted(groups.items(), reverse=True)
     ]
 
 
@@ -41,9 +43,16 @@ def build_sgd(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.O
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
 
 
+def build_muon(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Muon for the blocks' matrices, AdamW for embedding, head, norms and biases."""
+    betas = (config.adam_beta1, config.adam_beta2)
+    return Muon(groups, lr=config.lr, betas=betas, eps=config.adam_eps)
+
+
 OPTIMIZERS: dict[str, Callable[[ParameterGroups, OptimizerConfig], torch.optim.Optimizer]] = {
     "adam": build_adam,
     "sgd": build_sgd,
+    "muon": build_muon,
 }
 
 
@@ -83,10 +92,14 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     state = optimizer.state[parameter]
     if state:
         return state
-    if isinstance(optimizer, torch.optim.SGD):
-        state["momentum_buffer"] = torch.zeros_like(parameter)
+    orthogonal = any(
+        parameter is member
+        for group in optimizer.param_groups
+        if group["orthogonal"]
+        for member in group["params"]
+    )
+    if isinstance(optimizer, torch.optim.SGD) or orthogonal:
+        state.update(fresh_momentum(parameter))
     else:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state["exp_avg"] = torch.zeros_like(parameter)
-        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state.update(fresh_averages(parameter))
     return state

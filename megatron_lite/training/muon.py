@@ -1,0 +1,126 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices of the blocks, AdamW for the rest.
+
+An orthogonalised update needs the whole matrix: each matrix is gathered from its shards, orthogonalised on every
+rank that holds a piece, and each rank applies its own piece. The result is that of one process in any layout.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from megatron_lite.parallel.parallelize import owned_indices
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ_STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Groups with `orthogonal` True take Muon's update, the others AdamW's.
+
+    The step is scaled by 0.2 sqrt(max(rows, columns)), so that its size is that of AdamW's and one --lr fits both
+    (Liu et al. 2025, arXiv 2502.16982).
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if group["orthogonal"]:
+                for parameter in parameters:
+                    self._step_matrix(parameter, group["lr"], group["weight_decay"])
+            elif parameters:
+                self._step_adamw(parameters, group)
+
+    def _step_matrix(self, parameter: torch.Tensor, lr: float, weight_decay: float) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state.update(fresh_momentum(parameter))
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - MOMENTUM)
+        update = orthogonalize(_whole(gradient.lerp(buffer, MOMENTUM)))
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if isinstance(parameter, DTensor):
+            rows, columns = (owned_indices(parameter, dim).to(update.device) for dim in (0, 1))
+            update = update[rows][:, columns]
+        scaled = lr * 0.2 * math.sqrt(max(parameter.shape))
+        local.mul_(1 - lr * weight_decay).add_(update.to(local), alpha=-scaled)
+
+    def _step_adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        states = []
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(fresh_averages(parameter))
+            states.append(self.state[parameter])
+        adamw(
+            parameters,
+            [p.grad for p in parameters],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def fresh_momentum(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state Muon and SGD start from."""
+    return {"momentum_buffer": torch.zeros_like(parameter)}
+
+
+def fresh_averages(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state AdamW starts from."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz towards the nearest orthogonal matrix of matrix [R, C], in bf16 as the reference does it.
+
+    Singular values end between about 0.7 and 1.2, which trains as well as exactly 1 would.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, on the device that the mesh communicates on."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    ).full_tensor()
