@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_lite.config import CONCERNS, Config, ConfigError
 from megatron_lite.environment import Environment
-from megatron_lite.megatron_flags import ACCEPTED, REFUSED, SETS, why_refused
+from megatron_lite.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN, why_refused
 from megatron_lite.resolution import complete, merge_stored, place
 
 StoredConfig = dict[str, dict[str, Any]]
@@ -38,7 +38,8 @@ def parse_arguments(argv: Sequence[str], environment: Environment) -> Config:
     Raises:
         ConfigError: one sentence about what is wrong.
     """
-    config = place(_read_words(_expand_files(argv, ())), environment)
+    words = _renamed(_without_quotes(_expand_files(argv, ())))
+    config = place(_read_words(words), environment)
     return config if config.checkpoint.use_checkpoint_args else complete(config)
 
 
@@ -108,6 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
             _add_field(group, item, types[item.name])
     for name, values in SETS.items():
         parser.add_argument(name, action=_SetFields, const=values, nargs=0, help=argparse.SUPPRESS)
+    for name, values in SETS_UNLESS_GIVEN.items():
+        parser.add_argument(name, action=_SetMissingFields, const=values, nargs=0, help=argparse.SUPPRESS)
     for name, accepted in ACCEPTED.items():
         nargs = None if accepted.nargs == 1 else accepted.nargs
         parser.add_argument(name, action=_Accept, nargs=nargs, const=name, help=argparse.SUPPRESS)
@@ -131,6 +134,31 @@ class _SetFields(argparse.Action):
             setattr(namespace, name, value)
 
 
+class _SetMissingFields(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        for name, value in self.const.items():
+            setattr(namespace, name, getattr(namespace, name, value))
+
+
+class _Join(argparse.Action):
+    """The words of one value that a script's expansion took apart, such as --split '969, 30, 1'."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, " ".join(values))
+
+
 class _Accept(argparse.Action):
     def __call__(
         self,
@@ -145,8 +173,8 @@ class _Accept(argparse.Action):
             raise ConfigError(
                 f"{self.const} {values} has no counterpart here, only {wanted}: {accepted.reason}"
             )
-        notes = getattr(namespace, "notes", {})
-        namespace.notes = notes | {self.const: accepted.reason}
+        namespace.notes = getattr(namespace, "notes", {}) | {self.const: accepted.reason}
+        namespace.accepted = getattr(namespace, "accepted", {}) | {self.const: values}
 
 
 def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> None:
@@ -161,8 +189,10 @@ def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> 
     if annotation is bool:
         group.add_argument(*names, dest=item.name, action="store_true", help=text)
         return
+    extra = {"action": _Join} if options.get("join") else {}
     group.add_argument(
         *names,
+        **extra,
         dest=item.name,
         type=_reader(annotation, options.get("parse")),
         nargs=options.get("nargs"),
@@ -249,6 +279,32 @@ def _expand_files(argv: Sequence[str], opened: tuple[Path, ...]) -> list[str]:
     return words
 
 
+def _without_quotes(words: Sequence[str]) -> list[str]:
+    """Take away quotes that arrived literally, as when a script expands ARGS="--split '949,50,1'" unquoted."""
+    bare, opened = [], None
+    for word in words:
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if opened is None and value[:1] in ("'", '"'):
+            opened, value = value[0], value[1:]
+        if opened is not None and value.endswith(opened):
+            opened, value = None, value[:-1]
+        bare.append(name + equals + value)
+    return bare if opened is None else list(words)
+
+
+def _renamed(words: Sequence[str]) -> list[str]:
+    """Old spellings put into today's."""
+    new = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in RENAMED:
+            new.append(word)
+            continue
+        *before, last = RENAMED[name]
+        new += [*before, last + equals + value]
+    return new
+
+
 def _read_words(words: Sequence[str]) -> dict[str, Any]:
     """Fields given on the command line, plus `notes`: {accepted flag: why it has no effect}."""
     parser = build_parser()
@@ -270,7 +326,6 @@ def _check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
             same = [other for other in strange if why_refused(other) == reason]
             raise ConfigError(f"{', '.join(same)}: {reason}")
     if strange:
-        known_names = [*known, *REFUSED]
-        close = {name: difflib.get_close_matches(name, known_names, n=3) for name in strange}
+        close = {n: difflib.get_close_matches(n.replace("_", "-"), list(known), n=3) for n in strange}
         hints = [f"{n} (did you mean {' or '.join(c)}?)" if c else n for n, c in close.items()]
         raise ConfigError(f"unknown flag{'s' if len(strange) > 1 else ''}: {', '.join(hints)}")

@@ -45,9 +45,16 @@ def place(values: Mapping[str, Any], environment: Environment) -> Config:
             for f in fields(concern)
             if f.name in values and f.metadata.get("no_effect")
         ]
-    config = Config(**parts, given=frozenset(values) - {"notes"}, notes=tuple(notes))
+    config = Config(**parts, given=frozenset(values) - {"notes", "accepted"}, notes=tuple(notes))
     check_ranges(config)
+    _check_shards(config, values.get("accepted", {}))
     return _with(config, "parallel", world_size=_world_size(config, environment))
+
+
+def _check_shards(config: Config, accepted: Mapping[str, Any]) -> None:
+    flag, size = "--tensor-parallel-num-weight-shards", config.parallel.tensor_model_parallel_size
+    if accepted.get(flag, str(size)) != str(size):
+        raise ConfigError(f"{flag} {accepted[flag]} has to be --tensor-model-parallel-size, which is {size}")
 
 
 def _world_size(config: Config, environment: Environment) -> int:
@@ -255,6 +262,8 @@ def _complete_training(config: Config) -> Config:
     training, notes = config.training, []
     if training.train_iters is None and training.train_samples is None and training.skip_train:
         config = _with(config, "training", train_iters=0)
+    if config.optimizer.optimizer == "dist_muon":
+        config = _with(config, "optimizer", optimizer="muon")  # the same update; FSDP shards it by itself
     if config.optimizer.lr is None and training.skip_train:
         config = _with(config, "optimizer", lr=0.0)
     size = training.global_batch_size

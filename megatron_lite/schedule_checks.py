@@ -18,7 +18,6 @@ def check_length(config: Config) -> None:
         "--lr-decay-samples": optimizer.lr_decay_samples is not None,
         "--lr-warmup-samples": optimizer.lr_warmup_samples > 0,
         "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples is not None,
-        "--rampup-batch-size": training.rampup_batch_size is not None,
     }
     if not (iterations["--train-iters"] or samples["--train-samples"]):
         raise ConfigError("--train-iters or --train-samples is needed")

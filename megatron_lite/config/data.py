@@ -16,7 +16,9 @@ class DataConfig:
     train_data_path: Words | None = flag(None, "as --data-path, for training only", nargs="*")
     valid_data_path: Words | None = flag(None, "as --data-path, for validation only", nargs="*")
     test_data_path: Words | None = flag(None, "as --data-path, for the test only", nargs="*")
-    split: str | None = flag(None, "weights of train,valid,test; with --data-path default 969,30,1")
+    split: str | None = flag(
+        None, "weights of train,valid,test; with --data-path default 969,30,1", nargs="+", join=True
+    )
     data_args_path: str | None = flag(None, "file with the words of --data-path")
     per_split_data_args_path: str | None = flag(None, "JSON file {train: [...], valid: [...], test: [...]}")
     data_cache_path: str | None = flag(None, "folder for index arrays")
