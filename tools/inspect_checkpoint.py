@@ -1,0 +1,175 @@
+"""What is in a checkpoint: step, layout, configuration, tensors, sizes, integrity; what differs between two.
+
+    python tools/inspect_checkpoint.py SAVE                    the checkpoint that --load SAVE would take
+    python tools/inspect_checkpoint.py SAVE/iter_0000010 --tensors --verify
+    python tools/inspect_checkpoint.py SAVE/iter_0000010 --diff SAVE/iter_0000020
+
+Exit code 0: fine; 1: --verify found damage, or --diff a difference; 2: there is no checkpoint to look at.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from megatron_lite.checkpoint.manifest import Manifest, read_manifest, why_corrupt
+from megatron_lite.checkpoint.metadata import StoredTensor
+from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
+from megatron_lite.checkpoint.storage import parent_of, storage_for
+from megatron_lite.config import ConfigError
+
+SHOWN_STATE = ("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations", "nan_iterations")
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "checkpoint", help="a checkpoint folder, or a save folder: what --load would take from it"
+    )
+    parser.add_argument("--tensors", action="store_true", help="a line per tensor")
+    parser.add_argument(
+        "--config", action="store_true", help="every stored flag that is not None, False or empty"
+    )
+    parser.add_argument("--verify", action="store_true", help="compute every file's sha256")
+    parser.add_argument(
+        "--diff", metavar="OTHER", help="compare with another checkpoint: flags, state, values"
+    )
+    arguments = parser.parse_args()
+    try:
+        with CheckpointReader(arguments.checkpoint) as reader:
+            if arguments.diff:
+                with CheckpointReader(arguments.diff) as other:
+                    return report_difference(reader, other)
+            describe(reader)
+            if arguments.config:
+                print("\n".join(flag_lines(reader)))
+            if arguments.tensors:
+                print("\n".join(tensor_lines(reader.names())))
+            return verify(reader) if arguments.verify else 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def describe(reader: CheckpointReader) -> None:
+    """The summary that is always printed."""
+    for note in reader.found.notes:
+        print(f"note       {note}")
+    state, model = reader.train_state, reader.config.get("model", {})
+    print(f"folder     {reader.path}")
+    print("state      " + ", ".join(f"{key} {state[key]:,}" for key in SHOWN_STATE if key in state))
+    layout = state.get("layout")
+    print(
+        "layout     " + (", ".join(f"{axis} {n}" for axis, n in layout.items()) if layout else "one process")
+    )
+    print(
+        f"model      {model.get('num_layers')} layers, hidden {model.get('hidden_size')}, "
+        f"{model.get('num_attention_heads')} heads, vocabulary {model.get('vocab_size')} "
+        f"(padded {model.get('padded_vocab_size')})"
+    )
+    tensors = reader.names()
+    weights = {name: tensors[name] for name in reader.weight_names()}
+    kinds = {
+        "weights": weights,
+        "optimizer": {n: t for n, t in tensors.items() if n.startswith(OPTIMIZER_PREFIX)},
+        "random": {n: t for n, t in tensors.items() if n.startswith(RANDOM_PREFIX)},
+    }
+    for kind, group in kinds.items():
+        elements = sum(torch.Size(t.shape).numel() for t in group.values())
+        print(
+            f"{kind:10} {len(group):,} tensors, {elements:,} elements, {sum(t.nbytes for t in group.values()):,} bytes"
+        )
+    manifest = manifest_of(reader)
+    print(
+        f"files      {len(manifest.files):,}, {sum(e.size for e in manifest.files.values()):,} bytes; sizes agree"
+    )
+
+
+def flag_lines(reader: CheckpointReader) -> Iterator[str]:
+    """`concern.field = value` of every stored flag that says something."""
+    for concern, values in sorted(reader.config.items()):
+        yield from (
+            f"{concern}.{key} = {value!r}" for key, value in values.items() if value not in (None, False, [])
+        )
+
+
+def tensor_lines(tensors: dict[str, StoredTensor]) -> Iterator[str]:
+    """Name, shape, dtype, bytes, pieces."""
+    width = max(map(len, tensors), default=0)
+    for name, tensor in sorted(tensors.items()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        yield f"{name:{width}}  {shape:>14}  {dtype:8}  {tensor.nbytes:>15,} bytes  {len(tensor.chunks)} pieces"
+
+
+def verify(reader: CheckpointReader) -> int:
+    """Hash every file; 1 when one is damaged."""
+    manifest = manifest_of(reader)
+    parent, name = parent_of(reader.path)
+    damage = [
+        text for file in manifest.files if (text := why_corrupt(storage_for(parent), name, manifest, [file]))
+    ]
+    for text in damage:
+        print(f"damaged    {text}")
+    print(
+        f"verified   {len(manifest.files) - len(damage):,} of {len(manifest.files):,} files have their sha256"
+    )
+    return 1 if damage else 0
+
+
+def manifest_of(reader: CheckpointReader) -> Manifest:
+    """The manifest of the reader's folder."""
+    parent, name = parent_of(reader.path)
+    return read_manifest(storage_for(parent), name)
+
+
+def report_difference(one: CheckpointReader, other: CheckpointReader) -> int:
+    """Print what differs: flags, counters, tensors by name, shape and value; 1 when anything does."""
+    print(f"- {one.path}\n+ {other.path}")
+    lines = [
+        *nested_difference(one.config, other.config),
+        *nested_difference(one.train_state, other.train_state),
+    ]
+    lines += tensor_difference(one, other)
+    print("\n".join(lines) if lines else "no difference")
+    return 1 if lines else 0
+
+
+def nested_difference(one: dict, other: dict, prefix: str = "") -> Iterator[str]:
+    """`key: a -> b` for nested dicts."""
+    for key in sorted(one.keys() | other.keys()):
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from nested_difference(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield f"{prefix}{key}: {a!r} -> {b!r}"
+
+
+def tensor_difference(one: CheckpointReader, other: CheckpointReader) -> Iterator[str]:
+    """A line per tensor that is only in one, or has another shape, dtype or value; one pair in memory at a time."""
+    first, second = one.names(), other.names()
+    for name in sorted(first.keys() | second.keys()):
+        if name not in first or name not in second:
+            yield f"{name}: only in {'-' if name in first else '+'}"
+            continue
+        a, b = first[name], second[name]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            yield f"{name}: {list(a.shape)} {a.dtype} -> {list(b.shape)} {b.dtype}"
+            continue
+        x, y = one.read(name), other.read(name)
+        if not torch.equal(x, y):
+            change = (x.double() - y.double()).norm().item() / max(x.double().norm().item(), 1e-300)
+            yield f"{name}: {(x != y).sum().item():,} of {x.numel():,} elements differ, relative change {change:.2e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
