@@ -25,6 +25,14 @@ class BadDocument(Exception):
         self.kind, self.sentence = kind, sentence
 
 
+class _Pairs(list):
+    """A JSON object as its pairs: a dict would drop a duplicate key without a word."""
+
+
+# json.loads with a hook makes a decoder at each call, which costs as much as reading a short line.
+_DECODER = json.JSONDecoder(object_pairs_hook=_Pairs)
+
+
 @dataclass(frozen=True)
 class Bad:
     """Where a bad document lies: in the chunk's file, `line` lines (or rows) after the chunk's first."""
@@ -91,7 +99,7 @@ def _decode(data: bytes) -> str:
 def _from_json(line: bytes, keys: Sequence[str]) -> list[Any]:
     text = _decode(line)
     try:
-        pairs = json.loads(text, object_pairs_hook=_Pairs)
+        pairs = _DECODER.decode(text)
     except RecursionError:
         raise BadDocument("invalid JSON", "is nested too deeply to be read, wanted a JSON object") from None
     except ValueError as error:
@@ -112,10 +120,6 @@ def _from_json(line: bytes, keys: Sequence[str]) -> list[Any]:
             raise BadDocument("duplicate key", f"has {len(found)} keys '{key}', wanted one")
         values.append(found[0])
     return values
-
-
-class _Pairs(list):
-    """A JSON object as its pairs: a dict would drop a duplicate key without a word."""
 
 
 def _checked(values: Sequence[Any], keys: Sequence[str]) -> tuple[str, ...]:
