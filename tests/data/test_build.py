@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import stat
 import struct
 import tempfile
@@ -523,6 +524,19 @@ def test_one_process_builds_the_others_read(corpus, tmp_path):
 
 
 # --- other flags
+
+
+def test_too_many_files_is_one_sentence(tmp_path):
+    prefixes = [write(tmp_path / str(k), [[1] * 40]) for k in range(40)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 50, hard))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"too many open files after \d+ sources: raise the limit \(ulimit -n\)"
+        ):
+            build(config_of(tmp_path / "c", data_path=prefixes, split="1,0,0"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_counts_are_compared(corpus, tmp_path):
