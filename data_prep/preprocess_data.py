@@ -190,6 +190,7 @@ class Progress:
             disable=log_interval is not None,
             dynamic_ncols=True,
             desc="tokenizing",
+            delay=1,  # a wrong input is told without a bar before it
         )
 
     def update(self, size: int, documents: int, tokens: int) -> None:
