@@ -112,6 +112,9 @@ def _normalizer(model: schema.ModelProto) -> normalizers.Normalizer:
 
 def _decoder(model: schema.ModelProto) -> decoders.Decoder:
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    unknown = _unknown(model)
+    if unknown is not None:
+        steps.insert(0, decoders.Replace(unknown, model.trainer_spec.unk_surface))
     if model.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     return decoders.Sequence(steps)
