@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from megatron_lite.checkpoint.pieces import Piece
 from megatron_lite.checkpoint.storage import Storage
 
 _THREADED_BYTES = 1 << 20
-_SYNC_BYTES = 64 << 20
+_SYNC_BYTES = 32 << 20
 
 
 def save_pieces(
@@ -180,13 +180,18 @@ class _Files(FileSystemBase):
 
 
 class _HashedFile:
-    """A file being written whose sha256 is known when it is closed. Hashing and writing run side by side."""
+    """A file being written whose sha256 is known when it is closed.
+
+    Writing, hashing and bringing bytes to the disk run side by side, so that together they take as long as the
+    slowest of them.
+    """
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._file = storage.open(path, "wb")
         self._local = not storage.remote
         self._digest = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(max_workers=1)
+        self._hasher, self._syncer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._syncs: list[Future[None]] = []
         self._size = self._unsynced = 0
         self.error: OSError | None = None
 
@@ -210,10 +215,9 @@ class _HashedFile:
     def _write_part(self, view: memoryview) -> None:
         self._file.write(view)
         self._unsynced += len(view)
-        # Syncing as we go keeps the disk busy while the hash is computed, and the page cache small.
         if self._local and self._unsynced >= _SYNC_BYTES:
             self._file.flush()
-            os.fdatasync(self._file.fileno())
+            self._syncs.append(self._syncer.submit(os.fdatasync, self._file.fileno()))
             self._unsynced = 0
 
     def tell(self) -> int:
@@ -225,11 +229,14 @@ class _HashedFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Bring everything to the disk."""
-        self._hasher.shutdown()
+        """Bring everything to the disk. The second call does nothing."""
         if self._file.closed:
             return
+        self._hasher.shutdown()
+        self._syncer.shutdown()
         try:
+            for sync in self._syncs:
+                sync.result()  # the kernel tells of a lost page once: to the sync that met it
             self._file.flush()
             if self._local:
                 os.fsync(self._file.fileno())
