@@ -1,0 +1,212 @@
+"""verify_parity: equal layouts pass, and every planted fault is found, named by the numbers that it spoils."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.arguments import parse_arguments
+from megatron_lite.environment import Environment
+from megatron_lite.mesh import ParallelMesh
+from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.parallel import pipeline as pipeline_module
+from megatron_lite.parallel.miniature import miniature, with_any_vocabulary
+from megatron_lite.parallel.tied import TiedWeights
+from megatron_lite.training import gradients as gradients_module
+from tests.ranks import run_ranks
+from tools import verify_parity
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = """
+    --cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1
+    --global-batch-size 8 --train-iters 5 --lr 1e-3 --normalization RMSNorm --swiglu --disable-bias-linear
+    --position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 61 --mock-data
+    --make-vocab-size-divisible-by 64
+"""
+LAYOUT = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
+
+def config_of(flags, world_size=4):
+    config = parse_arguments(flags.split(), Environment(world_size=world_size, launched=True))
+    return verify_parity.comparable(with_any_vocabulary(config), "fp32")
+
+
+def _verify(config, fault=None):
+    """On every rank: plant the fault in the code that only the layout's side runs, then verify."""
+    if fault is not None:
+        FAULTS[fault]()
+    return verify_parity.verify(config, torch.device("cpu"), 2, 1e-5)
+
+
+def scaled_gradients():
+    """The default of torch's schedules: gradients divided by the number of microbatches."""
+    for name, kind in list(pipeline_module.SCHEDULES.items()):
+        pipeline_module.SCHEDULES[name] = type(
+            kind.__name__,
+            (kind,),
+            {"__init__": lambda self, *a, k=kind, **o: k.__init__(self, *a, **_scaled(o))},
+        )
+
+
+def _scaled(options):
+    return options | {"scale_grads": True}
+
+
+def dropped_layer():
+    """A split that forgets the last layer of stage 1."""
+    whole = verify_parity.plan_from_config
+    verify_parity.plan_from_config = lambda config: [
+        replace(plan, layers=() if plan.stage == 1 else plan.layers) for plan in whole(config)
+    ]
+
+
+def doubled_tied_gradient():
+    """The tied gradient exchanged once too often."""
+    once = TiedWeights.sum_gradients
+    TiedWeights.sum_gradients = lambda self: (once(self), once(self))
+
+
+def labels_of_the_wrong_microbatch():
+    """The last stage's labels are those of the next sample."""
+    right = pipeline_module.Pipeline._run
+
+    def wrong(self, step, batch):
+        return right(self, step, batch | {"labels": batch["labels"].roll(1, 0)})
+
+    pipeline_module.Pipeline._run = wrong
+
+
+def norm_of_one_shard():
+    """The norm of the gradient's local piece only."""
+    gradients_module.sum_over_model = lambda values, mesh: sum(value for _, value in values)
+
+
+def weights_seeded_by_rank():
+    """Each pipeline rank starts from its own random numbers."""
+    right, rank = GPTChunk.initial_rows, torch.distributed.get_rank()
+    verify_parity.run_layout = _with_seed(verify_parity.run_layout, right, rank)
+
+
+def _with_seed(run, right, rank):
+    def run_layout(*arguments):
+        GPTChunk.initial_rows = lambda self, name, shape, rows, seed: right(
+            self, name, shape, rows, seed + rank
+        )
+        try:
+            return run(*arguments)
+        finally:
+            GPTChunk.initial_rows = right
+
+    return run_layout
+
+
+def loss_of_my_samples_only():
+    """A loss that is not added up over the data-parallel ranks."""
+    ParallelMesh.sum_over = _without("dp_shard", ParallelMesh.sum_over)
+
+
+def _without(axis, right):
+    return lambda self, value, *axes: right(self, value, *(a for a in axes if a != axis))
+
+
+FAULTS = {
+    function.__name__: function
+    for function in (
+        scaled_gradients,
+        dropped_layer,
+        doubled_tied_gradient,
+        labels_of_the_wrong_microbatch,
+        norm_of_one_shard,
+        weights_seeded_by_rank,
+        loss_of_my_samples_only,
+    )
+}
+# What the report has to mark as different, and one number that stays right.
+MARKS = {
+    "scaled_gradients": ("gradient norm of step 0", "loss of step 0"),
+    "dropped_layer": ("loss of step 0", None),
+    "doubled_tied_gradient": ("gradient of embedding.word_embeddings.weight", "loss of step 0"),
+    "labels_of_the_wrong_microbatch": ("loss of step 0", None),
+    "norm_of_one_shard": ("gradient norm of step 0", "loss of step 0"),
+    "weights_seeded_by_rank": ("loss of step 0", None),
+    "loss_of_my_samples_only": ("loss of step 0", None),
+}
+
+
+def _line(report, name):
+    return next((line for line in report.splitlines() if line.startswith(name)), "")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    config = config_of(f"{FLAGS} {LAYOUT}")
+    report, equal = run_ranks(_verify, 4, config, fault, init=True)[0]
+    assert not equal, report
+    assert "DIFFERENT" in report
+    marked, right = MARKS[fault]
+    assert _line(report, marked).endswith("<-- differs"), report
+    if right is not None:
+        assert not _line(report, right).endswith("differs"), report
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUT,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --optimizer sgd",
+    ],
+)
+def test_a_right_layout_is_equal(layout):
+    report, equal = run_ranks(_verify, 4, config_of(f"{FLAGS} {layout}"), init=True)[0]
+    assert equal, report
+
+
+def test_muon_is_equal_up_to_its_first_update():
+    """It computes in bf16, so what comes after its first update is equal to that rounding only."""
+    flags = f"{FLAGS} --pipeline-model-parallel-size 2 --pipeline-schedule zbv --optimizer muon"
+    report, _ = run_ranks(_verify, 4, config_of(flags), init=True)[0]
+    marked = [line for line in report.splitlines() if line.endswith("differs")]
+    assert all("step 1" in line or line.startswith("evaluation") for line in marked), report
+
+
+def test_a_large_run_keeps_its_layout_and_loses_its_size():
+    flags = """
+        --num-layers 30 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
+        --group-query-attention --num-query-groups 8 --seq-length 8192 --micro-batch-size 4
+        --global-batch-size 2048 --train-iters 5 --lr 1e-4 --tokenizer-type NullTokenizer --vocab-size 128256
+        --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2
+        --tensor-model-parallel-size 4 --sequence-parallel --swiglu --position-embedding-type rope --mock-data
+    """
+    given = with_any_vocabulary(parse_arguments(flags.split(), Environment(world_size=64, launched=True)))
+    small = miniature(given, 20_000_000, 16_384)
+    assert small.parallel == replace(given.parallel, recompute_num_layers=small.parallel.recompute_num_layers)
+    assert small.model.num_layers == 16 + 30 % 8  # still uneven over 8 stages
+    assert small.model.num_attention_heads % 4 == small.model.num_query_groups % 4 == 0
+    assert small.model.num_attention_heads > small.model.num_query_groups
+    assert small.model.padded_vocab_size % 4 == 0 and small.model.padded_vocab_size > small.model.vocab_size
+    assert small.data.seq_length % 16 == 0
+    assert small.training.global_batch_size % (small.training.micro_batch_size * 2) == 0
+    assert miniature(small, 20_000_000, 16_384) == small
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "text"),
+    [("", 0, "EQUAL"), ("--parity-tolerance 1e-30", 1, "DIFFERENT"), ("--nonsense", 2, "--nonsense")],
+)
+def test_the_command(more, code, text):
+    """One process without torchrun: the exit code and what it prints."""
+    command = [sys.executable, "tools/verify_parity.py", *FLAGS.split(), *more.split()]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == code, done.stderr
+    assert text in done.stdout + done.stderr
