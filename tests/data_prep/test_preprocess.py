@@ -15,11 +15,15 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import sentencepiece
+import zstandard
 
 from data_prep import merge_datasets, preprocess_data
 from megatron_lite.config import ConfigError
+from megatron_lite.data import documents, journal
 from megatron_lite.data.command_line import RunError
 from megatron_lite.data.workers import map_in_order
 from tests.local_tokenizers import TEXT, write_byte_level, write_sentencepiece
@@ -85,12 +89,12 @@ def bytes_of(prefix):
 
 def test_equal_to_a_plain_loop_for_any_number_of_workers(tmp_path, model, corpus, capsys):
     run("--input", corpus, "--output-prefix", tmp_path / "w0", "--append-eod", *flags(model))
-    documents, dtype = read_pair(tmp_path / "w0_text_document")
-    assert documents == expected(corpus.read_text().splitlines(), model) and dtype == np.uint16
-    assert sum(not ids for ids in documents) == 273
+    found, dtype = read_pair(tmp_path / "w0_text_document")
+    assert found == expected(corpus.read_text().splitlines(), model) and dtype == np.uint16
+    assert sum(not ids for ids in found) == 273
     text = capsys.readouterr().out
     assert "documents   3,000, 273 of them without text" in text
-    assert f"tokens      {sum(map(len, documents)):,}," in text
+    assert f"tokens      {sum(map(len, found)):,}," in text
     for workers in (1, 3):
         name = f"w{workers}"
         argv = ["--input", corpus, "--output-prefix", tmp_path / name, "--append-eod", *flags(model)]
@@ -129,8 +133,8 @@ def test_byte_level_tokenizer_and_special_words(tmp_path):
     folder = write_byte_level(tmp_path / "hf")
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--append-eod"]
     run("--input", HOSTILE / "16_special_tokens.jsonl", "--output-prefix", tmp_path / "o", *words, workers=1)
-    documents, _ = read_pair(tmp_path / "o_text_document")
-    assert [ids.count(0) for ids in documents] == [1, 1, 1] and all(ids[-1] == 0 for ids in documents)
+    found, _ = read_pair(tmp_path / "o_text_document")
+    assert [ids.count(0) for ids in found] == [1, 1, 1] and all(ids[-1] == 0 for ids in found)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +281,8 @@ def test_interrupted_runs_leave_no_process_and_no_result_and_resume(
         assert "was killed by signal 9 (SIGKILL)" in last and "--resume goes on" in last
     assert not list(tmp_path.glob("o_text_document*"))
     run(*argv, "--resume", "--skip-bad-documents")
-    documents = expected(corpus.read_text().splitlines(), model)
-    assert read_pair(tmp_path / "o_text_document")[0] == documents * 4
+    wanted = expected(corpus.read_text().splitlines(), model)
+    assert read_pair(tmp_path / "o_text_document")[0] == wanted * 4
     assert not (tmp_path / "o.partial").exists()
 
 
@@ -299,6 +303,72 @@ def test_resume_wants_the_same_input_and_one_writer(tmp_path, model, corpus):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another process is writing"):
             run("--input", bad, *argv)
+
+
+def write_form(folder, form, texts):
+    """Input with a bad document at its end, in one of its forms; returns the flag and the path."""
+    lines = [json.dumps({"text": text}) for text in texts] + ['{"text": null}']
+    data = ("\n".join(lines) + "\n").encode()
+    if form in ("gzip", "zstd"):
+        (folder / "a").write_bytes({"gzip": gzip.compress, "zstd": zstandard.compress}[form](data))
+    elif form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [*texts, None]}), folder / "a")
+    elif form == "dataset":
+        datasets.Dataset.from_dict({"text": [*texts, None]}).save_to_disk(folder)
+        return "--dataset", folder
+    elif form == "texts":
+        for number, text in enumerate(texts):
+            (folder / f"{number:03d}.txt").write_text(text)
+        (folder / "last.txt").write_bytes(b"bad \xff")
+    else:
+        half = len(lines) // 2
+        (folder / "a").write_text("\n".join(lines[:half]))
+        (folder / "b").write_text("\n".join(lines[half:]))
+    return "--input", folder
+
+
+@pytest.mark.parametrize("form", ["two files", "gzip", "zstd", "parquet", "dataset", "texts"])
+def test_every_form_of_input_is_resumed_in_the_middle(tmp_path, monkeypatch, model, form):
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 1000)
+    texts = [f"{n} " + "some words " * (n % 30) for n in range(300)]
+    (tmp_path / "in").mkdir()
+    argv = [*write_form(tmp_path / "in", form, texts), "--output-prefix", tmp_path / "o", *flags(model)]
+    argv += ["--commit-interval", 0]
+    with pytest.raises(ConfigError, match="--resume goes on"):
+        run(*argv)
+    state = json.loads((tmp_path / "o.partial" / "state.json").read_text())["state"]
+    assert 250 < state["documents"] <= 300
+    encoded = []
+    monkeypatch.setattr(preprocess_data, "take", lambda *args: (encoded.append(args[1]), take(*args)))
+    run(*argv, "--resume", "--skip-bad-documents")
+    assert len(encoded) <= 3, "what was done is not done again"
+    lines = [json.dumps({"text": text}) for text in texts]
+    assert read_pair(tmp_path / "o_text_document")[0] == expected(lines, model, eod=False)
+
+
+take = preprocess_data.take
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_interruption_while_the_results_get_their_names(tmp_path, monkeypatch, model, corpus, failing):
+    argv = ["--input", corpus, "--json-keys", "text", "title", *flags(model)]
+    run(*argv, "--output-prefix", tmp_path / "whole")
+    calls = []
+
+    def full(path, *rest):
+        calls.append(path)
+        if len(calls) == failing + 1:
+            raise OSError(28, "No space left on device", str(path))
+        write_index(path, *rest)
+
+    write_index = journal.write_index
+    monkeypatch.setattr(journal, "write_index", full)
+    with pytest.raises(RunError, match="no space left on the disk; what was done is kept"):
+        run(*argv, "--output-prefix", tmp_path / "o")
+    assert len(list(tmp_path.glob("o_*.idx"))) == failing == len(list(tmp_path.glob("o_*.bin")))
+    run(*argv, "--output-prefix", tmp_path / "o", "--resume")
+    for key in ("text", "title"):
+        assert bytes_of(tmp_path / f"o_{key}_document") == bytes_of(tmp_path / f"whole_{key}_document")
 
 
 def test_full_disk_is_one_sentence(tmp_path, model, corpus):
