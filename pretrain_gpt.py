@@ -28,7 +28,8 @@ from megatron_lite.data.build import Builder, build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed import process_group, run_and_exit, seed_everything
-from megatron_lite.mesh import build_mesh, mesh_sizes
+from megatron_lite.mesh import build_mesh
+from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import model_costs
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.vocabulary import with_vocabulary
@@ -38,6 +39,7 @@ from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.training.batch_size import BatchSchedule
 from megatron_lite.training.evaluate import Evaluator
 from megatron_lite.training.loop import Trainer, evaluate_at_end
+from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.metrics import Metrics
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.profile import profiled
@@ -67,10 +69,11 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         pipeline = Pipeline(config, plans, chunks, mesh)
         optimizer = build_optimizer(chunks, config.optimizer)
 
-        checkpointer = Checkpointer(
-            config, mesh.host_group, mesh_sizes(config), mesh.coordinates, tokenizer.files()
-        )
+        layout = mesh_sizes(config) | {"chunks": config.parallel.num_virtual_stages_per_pipeline_rank}
+        checkpointer = Checkpointer(config, mesh.host_group, layout, mesh.coordinates, tokenizer.files())
+        loss_scale = LossScale.from_config(config.precision)
         state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say)
+        loss_scale.load_dict(state.loss_scale)
         batches = BatchSchedule.from_config(config)
         if state.iteration >= batches.total_iterations and not config.training.skip_train:
             say(
@@ -108,6 +111,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
                     metrics=metrics,
                     stop=stop,
                     state=state,
+                    loss_scale=loss_scale,
                     on_step=on_step,
                 )
                 reason = trainer.run()

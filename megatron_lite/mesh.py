@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_lite.config import Config
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from megatron_lite.mesh_sizes import AXES, mesh_sizes
 
 
 @dataclass(frozen=True)
@@ -65,21 +64,6 @@ class ParallelMesh:
             if self.size(axis) > 1:
                 dist.all_reduce(value, group=self.group(axis))
         return value
-
-
-def mesh_sizes(config: Config) -> dict[str, int]:
-    """Axis -> size, outermost first. no_shard replicates parameters on every data-parallel rank."""
-    parallel = config.parallel
-    replicas = parallel.num_distributed_optimizer_instances
-    if parallel.data_parallel_sharding_strategy == "no_shard":
-        replicas = parallel.data_parallel_size
-    return {
-        "pp": parallel.pipeline_model_parallel_size,
-        "dp_replicate": replicas,
-        "dp_shard": parallel.data_parallel_size // replicas,
-        "cp": parallel.context_parallel_size,
-        "tp": parallel.tensor_model_parallel_size,
-    }
 
 
 def build_mesh(config: Config, device: torch.device) -> ParallelMesh:

@@ -1,6 +1,9 @@
 """Whole runs of pretrain_gpt.py on a tiny model and tiny data, rank by rank in forked processes."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.environment import Environment
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[1]
 VOCAB = 61  # NullTokenizer: 61 ids and the end of document
 SEQ_LENGTH = 16
 MODEL = """
@@ -35,6 +39,7 @@ def write_data(folder: Path, documents=60, seed=3) -> str:
             start, length = random.integers(0, VOCAB), random.integers(20, 60)
             tokens = (start + np.arange(length) * random.integers(1, 4)) % VOCAB
             builder.add_document([*tokens.tolist(), VOCAB])
+        builder.finalize()
     return prefix
 
 
@@ -54,6 +59,13 @@ def pretrain_here(argv: list[str]) -> int:
 def train(world_size: int, argv: list[str], timeout: int = 120) -> list[int]:
     """Run to the end (or stop) on so many ranks; the exit codes."""
     return run_ranks(pretrain_here, world_size, argv, timeout=timeout)
+
+
+def run_alone(argv: list[str], timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    """`python pretrain_gpt.py` as a user would start it, with its output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "pretrain_gpt.py", *argv]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def metrics(path: Path | str) -> list[dict]:

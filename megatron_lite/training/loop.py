@@ -16,7 +16,14 @@ from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.pipeline import Batch, Pipeline
 from megatron_lite.training.batch_size import BatchSchedule
 from megatron_lite.training.evaluate import Evaluator, count_tokens, sum_loss
-from megatron_lite.training.gradients import clip_gradients, count_zeros, gradient_norm, parameter_norm
+from megatron_lite.training.gradients import (
+    clip_gradients,
+    count_zeros,
+    gradient_norm,
+    parameter_norm,
+    scale_gradients,
+)
+from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.lr_schedule import Schedule
 from megatron_lite.training.metrics import Metrics, StepResult
 from megatron_lite.training.optimizer import set_schedule
@@ -46,6 +53,7 @@ class Trainer:
     metrics: Metrics
     stop: StopWatch
     state: TrainState
+    loss_scale: LossScale
     on_step: Callable[[int], None] = lambda iteration: None
     _nonfinite_in_a_row: int = 0
     _saved_iteration: int | None = field(default=None, init=False)
@@ -96,6 +104,9 @@ class Trainer:
             )
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        scale = self.loss_scale.scale
+        self.loss_scale.update(finite)
+        self.state.loss_scale = self.loss_scale.to_dict()
         self._advance(batch_size, trained=finite)
         self._note_nonfinite(finite, batch_size, loss, norm)
         return StepResult(
@@ -108,13 +119,16 @@ class Trainer:
             data_seconds=waited,
             skipped=not finite,
             nonfinite=not finite,
+            loss_scale=scale,
             extras=extras,
         )
 
     def _forward_backward(self, batch: Batch, microbatches: int) -> tuple[float, float]:
         """(mean token loss, gradient norm) of the global batch; gradients are ready, summed over all ranks."""
-        tokens = count_tokens(batch, self.mesh).clamp(min=1)
-        loss_sum = sum_loss(self.pipeline.train_step(batch, microbatches, 1.0 / tokens), self.mesh)
+        tokens, scale = count_tokens(batch, self.mesh).clamp(min=1), self.loss_scale.scale
+        loss_sum = sum_loss(self.pipeline.train_step(batch, microbatches, scale / tokens), self.mesh)
+        if scale != 1:
+            scale_gradients(self.chunks, 1 / scale)
         norm = gradient_norm(self.chunks, self.mesh)
         # The one point of a step where the host waits for the device.
         loss, norm = torch.stack([loss_sum.float() / tokens, norm]).tolist()

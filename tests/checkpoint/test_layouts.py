@@ -14,7 +14,8 @@ from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.pieces import piece_of
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.config import CheckpointConfig
-from megatron_lite.mesh import build_mesh, mesh_sizes
+from megatron_lite.mesh import build_mesh
+from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.resume import checkpoint_tensors, tied_copies
 from tests.parity import full, initial_whole_model, make_config, set_up

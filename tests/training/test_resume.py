@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.runs import flags, train, training_steps, write_data
+from tests.runs import flags, run_alone, train, training_steps, write_data
 
 LAYOUTS = {
     "one": (1, ""),
@@ -61,12 +61,14 @@ def test_dropout_goes_on_exactly_too(prefix, tmp_path):
     assert steps == training_steps(tmp_path / "straight.jsonl")
 
 
-def test_a_finished_run_has_nothing_to_do(prefix, tmp_path, capfd):
+def test_a_finished_run_has_nothing_to_do(prefix, tmp_path):
     common = f"--save {tmp_path}/ckpt --load {tmp_path}/ckpt"
-    assert train(1, flags(prefix, common, "--train-iters 2 --lr-warmup-iters 1")) == [0]
+    short = flags(prefix, common, "--train-iters 2 --lr-warmup-iters 1")
+    assert train(1, short) == [0]
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "ckpt").rglob("*") if p.name != "metrics.jsonl"}
-    assert train(1, flags(prefix, common, "--train-iters 2 --lr-warmup-iters 1")) == [0]
-    assert "nothing to do" in capfd.readouterr().out
+    again = run_alone(short)
+    assert again.returncode == 0
+    assert "nothing to do" in again.stdout
     assert {
         p: p.stat().st_mtime_ns for p in (tmp_path / "ckpt").rglob("*") if p.name != "metrics.jsonl"
     } == before
