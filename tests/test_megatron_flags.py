@@ -1,0 +1,185 @@
+"""Every row of the frozen table of Megatron's flags: implemented with its default, accepted with a reason, refused."""
+
+import csv
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.arguments import flag_of, parse_arguments
+from megatron_lite.config import CONCERNS, ConfigError
+from megatron_lite.environment import Environment
+from megatron_lite.megatron_flags import ACCEPTED, REFUSED, RENAMED, SETS, SETS_UNLESS_GIVEN
+
+with (Path(__file__).parent / "golden" / "megatron_flags.tsv").open() as table:
+    ROWS = {row["flag"]: row for row in csv.DictReader(table, delimiter="\t")}
+FIELDS = {
+    name: item
+    for concern in CONCERNS.values()
+    for item in fields(concern)
+    for name in (flag_of(item), *item.metadata.get("aliases", ()))
+}
+BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+    --train-iters 10 --lr 1e-3 --mock-data --vocab-size 60"""
+
+
+def config_of(*words):
+    return parse_arguments([*BASE.split(), *words], Environment())
+
+
+def rows(here):
+    return [name for name, row in ROWS.items() if row["here"] == here]
+
+
+def test_the_table_is_whole():
+    assert len(ROWS) == 248 and all(rows(kind) for kind in ("implement", "accept", "refuse"))
+
+
+@pytest.mark.parametrize("name", rows("implement"))
+def test_implemented_with_megatrons_default(name):
+    if name in SETS:
+        return
+    default, kind = FIELDS[name].default, ROWS[name]["type"]
+    given = ROWS[name]["default"]
+    if kind.startswith("switch"):  # Megatron's --no-x clears x, our field is no_x: given or not given
+        assert default is False
+    elif isinstance(default, float):
+        assert default == float(given)
+    elif isinstance(default, tuple):
+        assert list(default) == [word.strip("' ") for word in given.strip("[]").split(",") if word]
+    elif name == "--rotary-base":
+        assert default == float(given)
+    else:
+        assert str(default) == given.removeprefix("AttnBackend.")
+
+
+@pytest.mark.parametrize("name", rows("accept"))
+def test_accepted_with_a_note(name):
+    """It parses with a value as Megatron gives it, changes nothing, and says why."""
+    kind = ROWS[name]["type"]
+    if name in FIELDS:  # a field although it need not be one
+        assert str(FIELDS[name].default) == ROWS[name]["default"]
+        return
+    accepted = ACCEPTED[name]
+    value = accepted.values[0] if accepted.values else "1"
+    words = [] if accepted.nargs == 0 else [value, value] if accepted.nargs == "+" else [value]
+    if kind != "-":
+        assert bool(words) != kind.startswith("switch")
+    config, plain = config_of(name, *words), config_of()
+    assert config.to_dict() == plain.to_dict()
+    notes = [note for note in config.notes if note.startswith(f"{name} has no effect: ")]
+    assert len(notes) == 1 and len(notes[0]) > len(name) + 20
+
+
+@pytest.mark.parametrize("name", rows("refuse"))
+def test_refused_in_one_sentence(name):
+    with pytest.raises(ConfigError) as error:
+        config_of(name, "1")
+    assert str(error.value).startswith(f"{name}: ") and len(str(error.value)) > len(name) + 15
+
+
+def test_no_flag_means_two_things():
+    names = [FIELDS, ACCEPTED, REFUSED, RENAMED, SETS, SETS_UNLESS_GIVEN]
+    for position, some in enumerate(names):
+        for others in names[position + 1 :]:
+            assert not set(some) & set(others)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm", "mixture of experts"),
+        ("--expert-model-parallel-size 8", "the model is dense"),
+        ("--multi-latent-attention --kv-lora-rank 512", "multi-latent attention"),
+        ("--img-h 336 --vision-model-type clip", "multimodal"),
+        ("--rl-prompts-per-step 32 --grpo-kl-beta 0.1", "reinforcement learning"),
+        ("--inference-max-requests 8", "inference"),
+        ("--fp8-amax-history-len 1024", "FP8"),
+        ("--fp4-format e2m1", "FP4"),
+        ("--mamba-state-dim 128", "state-space"),
+        ("--mtp-num-layers 1", "multi-token prediction"),
+        ("--retro-project-dir x", "decoder-only"),
+        ("--bert-no-binary-head", "decoder-only"),
+        ("--deepspeed --zero-stage 1", "--data-parallel-sharding-strategy"),
+        ("--optimizer-cpu-offload", "--fsdp-cpu-offload"),
+        ("--decrease-batch-size-if-needed", "--global-batch-size"),
+    ],
+)
+def test_whole_kinds_are_refused_in_one_sentence(flags, kind):
+    with pytest.raises(ConfigError) as error:
+        config_of(*flags.split())
+    text = str(error.value)
+    assert kind in text and "\n" not in text
+    if text.startswith("--"):
+        assert all(word in text for word in flags.split() if word.startswith("--"))
+
+
+OLD = {
+    "--use-flash-attn": {},
+    "--data-impl mmap": {},
+    "--DDP-impl local": {},
+    "--local_rank=3": {},
+    "--local-rank 3": {},
+    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion": {},
+    "--accumulate-allreduce-grads-in-fp32": {},
+    "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1": {},
+    "--checkpoint-activations": {
+        "parallel.recompute_granularity": "full",
+        "parallel.recompute_method": "uniform",
+        "parallel.recompute_num_layers": 1,
+    },
+    "--activations-checkpoint-method block --activations-checkpoint-num-layers 2": {
+        "parallel.recompute_granularity": "full",
+        "parallel.recompute_method": "block",
+        "parallel.recompute_num_layers": 2,
+    },
+    "--activations-checkpoint-method=uniform": {
+        "parallel.recompute_granularity": "full",
+        "parallel.recompute_method": "uniform",
+        "parallel.recompute_num_layers": 1,
+    },
+    "--recompute-activations": {
+        "parallel.recompute_granularity": "selective",
+        "parallel.recompute_activations": True,
+    },
+    "--use-rotary-position-embeddings": {"model.position_embedding_type": "rope"},
+    "--use-rotary-position-embeddings --no-position-embedding": {"model.position_embedding_type": "rope"},
+    "--position-embedding-type rope --no-position-embedding": {"model.position_embedding_type": "rope"},
+    "--no-position-embedding --position-embedding-type rope": {"model.position_embedding_type": "rope"},
+    "--no-position-embedding": {"model.position_embedding_type": "none"},
+    "--num-workers 5": {"data.num_workers": 5},
+    "--layernorm-epsilon 1e-6": {"model.norm_epsilon": 1e-6},
+    "--warmup 0.1": {"optimizer.lr_warmup_fraction": 0.1},
+    "--batch-size 2": {
+        "training.micro_batch_size": 2,
+        "training.global_batch_size": 2,
+        "evaluation.eval_global_batch_size": 2,
+    },
+    "--optimizer dist_muon": {"optimizer.optimizer": "muon"},
+    "--override-opt-param-scheduler": {"optimizer.override_opt_param_scheduler": True},
+}
+
+
+@pytest.mark.parametrize("words", OLD)
+def test_old_spellings(words):
+    """Each sets what it always meant, and nothing else."""
+    got, plain = config_of(*words.split()).to_dict(), config_of().to_dict()
+    changed = {
+        f"{concern}.{name}": value
+        for concern, values in got.items()
+        for name, value in values.items()
+        if value != plain[concern][name]
+    }
+    assert changed == OLD[words]
+
+
+def test_accepted_values_that_would_change_something_are_refused():
+    for words, wanted in (
+        ("--expert-model-parallel-size 4", "only 1"),
+        ("--distributed-backend mpi", "nccl, gloo"),
+        ("--exp-avg-dtype bf16", "only fp32"),
+        ("--tensor-parallel-num-weight-shards 2", "--tensor-model-parallel-size, which is 1"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            config_of(*words.split())
+        assert wanted in str(error.value)
