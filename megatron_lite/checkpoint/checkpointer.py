@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_lite.checkpoint.agreement import Ranks, sentence
 from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
 from megatron_lite.checkpoint.dcp import save_pieces
-from megatron_lite.checkpoint.folder import Found, deletable, delete, find_checkpoint, survey
+from megatron_lite.checkpoint.folder import Found, delete, expired, find_checkpoint
 from megatron_lite.checkpoint.manifest import FileEntry, read_manifest, why_corrupt
 from megatron_lite.checkpoint.pieces import Piece, piece_of
 from megatron_lite.checkpoint.reading import RANDOM_PREFIX, CheckpointReader
@@ -218,10 +218,7 @@ class Checkpointer:
     def _commit(self, new: NewFolder, entries: dict[str, FileEntry], files: dict[str, bytes]) -> None:
         new.commit(entries, files)
         config = self._config.checkpoint
-        if config.keep_last is None and config.save_retain_interval is None:
-            return
-        complete, _ = survey(self._storage)
-        for name in deletable(complete, new.iteration, config.keep_last, config.save_retain_interval):
+        for name in expired(self._storage, new.iteration, config.keep_last, config.save_retain_interval):
             try:
                 delete(self._storage, name)
             except OSError as error:  # removed by hand, or not ours to remove: the new checkpoint is good

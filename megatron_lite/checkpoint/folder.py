@@ -17,7 +17,7 @@ from megatron_lite.checkpoint.storage import Storage, parent_of, storage_for
 from megatron_lite.config import CheckpointConfig, ConfigError
 
 POINTER = "latest_checkpointed_iteration.txt"
-ASIDE, REPLACED = ".tmp", ".replaced"
+ASIDE, REPLACED, WRITING = ".tmp", ".replaced", ".writing"
 _STEP = re.compile(r"iter_(\d{7,18})")
 _POINTER_LIMIT = 64
 
@@ -89,10 +89,10 @@ def find_in(
     storage = storage_for(path)
     if storage.size(MANIFEST) is not None:
         return _named_directly(path, step, rejected, flag)
-    complete, broken = survey(storage, rejected)
-    if step is not None:
-        return _of_step(storage, step, complete, broken, flag)
     pointer = read_pointer(storage)
+    if step is not None:
+        return _of_step(storage, step, rejected, flag)
+    complete, broken = survey(storage, rejected, None if pointer is None else pointer.step)
     if not complete:
         if not broken and pointer is None:
             return None
@@ -128,40 +128,59 @@ def _named_directly(path: str, step: int | None, rejected: Mapping[str, str], fl
     return Found(storage.full(name), iteration)
 
 
-def _of_step(
-    storage: Storage, step: int, complete: Mapping[int, str], broken: Mapping[str, str], flag: str
-) -> Found:
-    if step in complete:
-        return Found(storage.full(complete[step]), step)
-    reason = broken.get(folder_name(step))
-    there = ", ".join(map(str, sorted(complete)[-10:])) or "none"
+def _of_step(storage: Storage, step: int, rejected: Mapping[str, str], flag: str) -> Found:
+    reason = None
+    for name in (folder_name(step), folder_name(step) + REPLACED):
+        if storage.is_folder(name):
+            why = rejected.get(storage.full(name)) or why_incomplete(storage, name, step)
+            if why is None:
+                return Found(storage.full(name), step)
+            reason = reason or why
+    there = ", ".join(str(number) for number, name in _steps(storage)[:10] if _has_manifest(storage, name))
     raise ConfigError(
         f"--ckpt-step {step}: {flag} {storage.full()} has no complete checkpoint of it"
-        f"{f' ({reason})' if reason else ''}; complete: {there}"
+        f"{f' ({reason})' if reason else ''}; there are: {there or 'none'}"
     )
 
 
 def survey(
-    storage: Storage, rejected: Mapping[str, str] | None = None
+    storage: Storage, rejected: Mapping[str, str] | None = None, wanted: int | None = None
 ) -> tuple[dict[int, str], dict[str, str]]:
-    """({step: folder name} of complete checkpoints, {folder name: why} of those that do not count)."""
+    """({step: folder name} of complete checkpoints, {folder name: why} of those that do not count).
+
+    Looks from the newest down to the first complete one; when `wanted` is there, down to the first complete one at
+    or below it: what lies further back is of no use, and a look at every file of hundreds of folders takes minutes.
+    """
     complete, broken = {}, {}
+    steps = _steps(storage)
+    known = {name for _, name in steps}
     for name in storage.names():
-        base = name.removesuffix(REPLACED)
-        match = _STEP.fullmatch(base)
-        step = int(match[1]) if match else None
-        if step is None or folder_name(step) != base:
-            if name.startswith("iter_") and not name.endswith(ASIDE):
-                with suppress(IncompleteError):  # a renamed folder is worth a word, anything else is not ours
-                    step = read_manifest(storage, name).iteration
-                    broken[name] = f"it holds iteration {step}: it was renamed"
-            continue
+        if name.startswith("iter_") and name not in known and not name.endswith(ASIDE):
+            with suppress(IncompleteError):  # a renamed folder is worth a word, anything else is not ours
+                broken[name] = f"it holds iteration {read_manifest(storage, name).iteration}: it was renamed"
+    for step, name in steps:
+        if complete and (wanted not in dict(steps) or min(complete) <= wanted) and step not in complete:
+            break
         reason = (rejected or {}).get(storage.full(name)) or why_incomplete(storage, name, step)
-        if reason is not None:
+        if reason is None:
+            complete.setdefault(step, name)
+        elif storage.size(f"{name}/{WRITING}") is None:
             broken[name] = reason
-        elif name == base or step not in complete:
-            complete[step] = name
     return complete, broken
+
+
+def _steps(storage: Storage) -> list[tuple[int, str]]:
+    """(step, folder name), newest first; an iter_N before its iter_N.replaced."""
+    found = []
+    for name in storage.names():
+        match = _STEP.fullmatch(name.removesuffix(REPLACED))
+        if match and folder_name(int(match[1])) == match[0]:
+            found.append((int(match[1]), name))
+    return sorted(found, key=lambda item: (-item[0], item[1]))
+
+
+def _has_manifest(storage: Storage, name: str) -> bool:
+    return storage.size(f"{name}/{MANIFEST}") is not None
 
 
 def read_pointer(storage: Storage) -> _Pointer | None:
@@ -187,23 +206,26 @@ def write_pointer(storage: Storage, iteration: int) -> None:
     storage.write(POINTER, f"{iteration}\n".encode())
 
 
-def deletable(
-    complete: Mapping[int, str], iteration: int, keep_last: int | None, retain_interval: int | None
+def expired(
+    storage: Storage, iteration: int, keep_last: int | None, retain_interval: int | None
 ) -> list[str]:
-    """Folder names that --keep-last and --save-retain-interval let go once `iteration` is saved, oldest first.
+    """Folder names that --keep-last and --save-retain-interval let go once `iteration` is saved.
 
     Only complete checkpoints up to `iteration` count as newer ones; later ones (of a run that was rolled back)
-    are neither counted nor deleted. Multiples of the interval stay always, the newest too.
+    are neither counted nor deleted. Multiples of the interval stay always, the newest too; so does what is not
+    whole: that is not ours to delete.
     """
     if keep_last is None and retain_interval is None:
         return []
-    steps = sorted(step for step in complete if step <= iteration)
-    kept = set(steps[-(keep_last or 1) :])
-    return [
-        complete[step]
-        for step in steps
-        if step not in kept and not (retain_interval and step % retain_interval == 0)
-    ]
+    kept, gone = 0, []
+    for step, name in _steps(storage):
+        if step > iteration:
+            continue
+        if kept < (keep_last or 1):
+            kept += why_incomplete(storage, name, step) is None
+        elif not (retain_interval and step % retain_interval == 0) and _has_manifest(storage, name):
+            gone.append(name)
+    return gone
 
 
 def delete(storage: Storage, name: str) -> None:
@@ -224,7 +246,12 @@ def clear_leftovers(storage: Storage) -> None:
     """
     names = storage.names()
     for name in names:
-        if name.endswith(ASIDE) and _STEP.fullmatch(name.removesuffix(ASIDE)):
+        unfinished = (
+            storage.remote
+            and not _has_manifest(storage, name)
+            and storage.size(f"{name}/{WRITING}") is not None
+        )
+        if _STEP.fullmatch(name.removesuffix(ASIDE)) and (name.endswith(ASIDE) or unfinished):
             storage.remove_folder(name)
     for name in names:
         match = _STEP.fullmatch(name.removesuffix(REPLACED)) if name.endswith(REPLACED) else None

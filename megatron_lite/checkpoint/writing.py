@@ -14,7 +14,9 @@ from megatron_lite.checkpoint.dcp import save_batches
 from megatron_lite.checkpoint.folder import (
     ASIDE,
     REPLACED,
+    WRITING,
     clear_leftovers,
+    delete,
     folder_name,
     write_pointer,
 )
@@ -71,7 +73,9 @@ class NewFolder:
         )
         self.storage.write(f"{self.name}/{MANIFEST}", manifest.to_bytes())
         self._check_visible()
-        if not self.storage.remote:
+        if self.storage.remote:
+            self.storage.remove_file(f"{self.final}/{WRITING}")
+        else:
             self._take_name()
         write_pointer(self.storage, self.iteration)
         clear_leftovers(self.storage)

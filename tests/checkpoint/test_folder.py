@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megatron_lite.checkpoint.folder import clear_leftovers, deletable, find_checkpoint, find_in
+from megatron_lite.checkpoint.folder import clear_leftovers, expired, find_checkpoint, find_in
 from megatron_lite.checkpoint.storage import storage_for
 from megatron_lite.config import CheckpointConfig, ConfigError
 from tests.checkpoint.folders import make_checkpoint, point
@@ -127,7 +127,7 @@ def test_a_newest_checkpoint_that_is_not_whole_falls_back(tmp_path, damage):
     assert any("iter_0000010 does not count: " in note for note in found.notes)
     assert "says 10: taking the newest complete checkpoint, iter_0000005" in found.notes[-1]
     with pytest.raises(
-        ConfigError, match=r"--ckpt-step 10: .* has no complete checkpoint of it \(.+\); complete: 5"
+        ConfigError, match=r"--ckpt-step 10: .* has no complete checkpoint of it \(.+\); there are: (10, )?5"
     ):
         find_in(str(tmp_path), 10)
 
@@ -183,7 +183,7 @@ def test_a_named_folder_and_step(tmp_path):
     _empty_a_file(folder)
     with pytest.raises(ConfigError, match="not a complete checkpoint: __0_0.distcp has 0 bytes, wanted 700"):
         find_in(str(folder))
-    with pytest.raises(ConfigError, match="--ckpt-step 3: .*complete: none"):
+    with pytest.raises(ConfigError, match="--ckpt-step 3: .*there are: 10"):
         find_in(str(tmp_path), 3)
 
 
@@ -236,9 +236,20 @@ def test_a_rejected_checkpoint_counts_as_broken(tmp_path):
         ([9, 10, 100], 100, 2, None, [9]),
     ],
 )
-def test_retention_goes_by_step(steps, saved, keep_last, retain, gone):
-    complete = {step: f"iter_{step:07d}" for step in reversed(steps)}
-    assert deletable(complete, saved, keep_last, retain) == [f"iter_{step:07d}" for step in gone]
+def test_retention_goes_by_step(tmp_path, steps, saved, keep_last, retain, gone):
+    for step in reversed(steps):
+        make_checkpoint(tmp_path, step)
+    names = expired(storage_for(str(tmp_path)), saved, keep_last, retain)
+    assert sorted(names) == [f"iter_{step:07d}" for step in gone]
+
+
+def test_only_whole_checkpoints_count_as_newer_ones(tmp_path):
+    for step in (5, 10, 15, 20):
+        make_checkpoint(tmp_path, step)
+    _empty_a_file(tmp_path / "iter_0000015")
+    _no_manifest(tmp_path / "iter_0000005")
+    assert expired(storage_for(str(tmp_path)), 20, 2, None) == [], "20 and 10 are the two whole ones"
+    assert expired(storage_for(str(tmp_path)), 20, 1, None) == ["iter_0000015", "iter_0000010"]
 
 
 def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
