@@ -49,15 +49,16 @@ class NewFolder:
         self.storage, self.iteration = storage, iteration
         self.final = folder_name(iteration)
         self.name = self.final if storage.remote else self.final + ASIDE
+        self._done = False
 
     def begin(self) -> None:
         """Clear what killed runs left, and make the folder."""
         clear_leftovers(self.storage)
-        if self.storage.remote:
-            self.storage.remove_file(
-                f"{self.final}/{MANIFEST}"
-            )  # from here on an earlier save does not count
+        if self.storage.remote and self.storage.is_folder(self.final):
+            delete(self.storage, self.final)
         self.storage.make_folder(self.name)
+        if self.storage.remote:
+            self.storage.write(f"{self.final}/{WRITING}", b"")
 
     def commit(self, entries: Mapping[str, FileEntry], files: Mapping[str, bytes]) -> None:
         """Add the small files and the manifest, give the folder its name, point at it.
@@ -77,6 +78,7 @@ class NewFolder:
             self.storage.remove_file(f"{self.final}/{WRITING}")
         else:
             self._take_name()
+        self._done = True
         write_pointer(self.storage, self.iteration)
         clear_leftovers(self.storage)
 
@@ -106,7 +108,7 @@ class NewFolder:
     def discard(self) -> None:
         """Remove what was written, as far as that goes."""
         with suppress(OSError):
-            if not self.storage.remote and self.storage.is_folder(self.name):
+            if self.storage.is_folder(self.name) and not self._done:
                 self.storage.remove_folder(self.name)
 
 

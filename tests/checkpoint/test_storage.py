@@ -49,16 +49,38 @@ def test_a_store_from_first_save_to_retention(store):
     assert CheckpointReader(f"{STORE}/iter_0000010").read("a").tolist() == [10.0] * 3
 
 
-def test_a_first_save_cut_off_in_a_store_does_not_block_the_next_start(store):
+def _cut_off_at_the_manifest(original, leave):
+    def write(self, path, data):
+        if path.endswith("manifest.json"):
+            raise leave
+        original(self, path, data)
+
+    return write
+
+
+class Killed(BaseException):
+    """What no clean-up runs for."""
+
+
+def test_a_first_save_cut_off_in_a_store_does_not_block_the_next_start(store, monkeypatch):
     saver = checkpointer(STORE)
-    saver.save(5, {"a": torch.ones(3)}, {}, {})
-    store.rm("/bucket/run/iter_0000005/manifest.json")  # what a kill before the last file leaves
-    store.rm("/bucket/run/latest_checkpointed_iteration.txt")
-    store.pipe("/bucket/run/iter_0000005/.writing", b"")
-    assert find_in(STORE) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStorage, "write", _cut_off_at_the_manifest(RemoteStorage.write, Killed()))
+        with pytest.raises(Killed):
+            saver.save(5, {"a": torch.ones(3)}, {}, {})
+    assert store.exists("/bucket/run/iter_0000005/.metadata") and find_in(STORE) is None
     saver.save(10, {"a": torch.ones(3)}, {}, {})
     assert not store.exists("/bucket/run/iter_0000005")
     assert find_in(STORE).iteration == 10
+
+
+def test_a_save_that_fails_in_a_store_leaves_nothing(store, monkeypatch):
+    saver = checkpointer(STORE)
+    monkeypatch.setattr(
+        RemoteStorage, "write", _cut_off_at_the_manifest(RemoteStorage.write, OSError(5, "gone"))
+    )
+    assert not saver.save(5, {"a": torch.ones(3)}, {}, {})
+    assert store.find("/bucket/run") == []
 
 
 def test_an_unknown_store_is_one_sentence():
