@@ -91,7 +91,7 @@ say "7. Text from the exported model, by transformers"
 run python examples/sample_text.py "$RUN/hf" --prompt "def "
 
 say "8. What came out"
-run python data_prep/inspect_data.py "$RUN/corpus_text_document" --unigram-loss --split 949,50,1
+python data_prep/inspect_data.py "$RUN/corpus_text_document" --samples 0 --unigram-loss --split 949,50,1 | grep unigram
 python examples/show_losses.py "$RUN/checkpoints/metrics.jsonl"
 cat <<EOT
 corpus, tokenizer, tokens   $RUN/corpus.jsonl, tokenizer.model, corpus_text_document.bin/.idx

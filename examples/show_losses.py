@@ -12,10 +12,11 @@ def main() -> None:
     records = [json.loads(line) for line in Path(parser.parse_args().metrics).read_text().splitlines()]
     training = [record for record in records if "lm loss" in record]
     validation = [record for record in records if "lm loss validation" in record]
-    for name, record in (("at start", training[0]), ("at the end", training[-1])):
-        print(f"training loss {name:11s} {record['lm loss']:.4f} (iteration {record['iteration']})")
-    for record in validation:
-        print(f"validation loss           {record['lm loss validation']:.4f} (iteration {record['iteration']})")
+    shown = [("training loss at start", training[0]), ("training loss at end", training[-1])]
+    shown += [("validation loss", record) for record in validation]
+    for name, record in shown:
+        loss = record["lm loss"] if "lm loss" in record else record["lm loss validation"]
+        print(f"{name:22s}{loss:.4f} (iteration {record['iteration']})")
 
 
 if __name__ == "__main__":
