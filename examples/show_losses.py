@@ -16,7 +16,7 @@ def main() -> None:
     shown += [("validation loss", record) for record in validation]
     for name, record in shown:
         loss = record["lm loss"] if "lm loss" in record else record["lm loss validation"]
-        print(f"{name:22s}{loss:.4f} (iteration {record['iteration']})")
+        print(f"{name:24s}{loss:.4f} (iteration {record['iteration']})")
 
 
 if __name__ == "__main__":
