@@ -8,7 +8,7 @@ from dataclasses import fields
 from megatron_lite.config import CONCERNS, Config, ConfigError, refuse_together
 from megatron_lite.input_checks import check_checkpoint, check_data_source, check_logging, missing_files
 from megatron_lite.parallel.partition import check_split
-from megatron_lite.parallel.schedule import check_microbatches
+from megatron_lite.parallel.schedule import check_microbatches, runnable_schedule
 from megatron_lite.schedule_checks import check_learning_rate, check_length, check_weight_decay
 from megatron_lite.training.batch_size import BatchSchedule
 
@@ -222,7 +222,9 @@ def _check_pipeline(config: Config) -> None:
     batches = BatchSchedule.from_config(config)
     counts = {size // batches.samples_per_microbatch for _, size in batches.steps}
     for count in sorted(counts):
-        reason = check_microbatches(parallel.pipeline_schedule, size, chunks, _pass_size(config, count))
+        microbatches = _pass_size(config, count)
+        name = runnable_schedule(parallel.pipeline_schedule, size, microbatches)
+        reason = check_microbatches(name, size, chunks, microbatches)
         if reason is not None:
             raise ConfigError(reason)
 

@@ -20,6 +20,7 @@ from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.context import my_part_of_sequence
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.partition import StagePlan
+from megatron_lite.parallel.schedule import runnable_schedule
 from megatron_lite.parallel.tied import TiedWeights
 
 # --pipeline-schedule -> torch's class; one stage per rank takes the first kind, several the second.
@@ -138,7 +139,8 @@ class Pipeline:
         return self._train_schedule[1]
 
     def _build_schedule(self, num_microbatches: int) -> Any:
-        kind = SCHEDULES[self.config.parallel.pipeline_schedule]
+        asked, size = self.config.parallel.pipeline_schedule, self.mesh.size("pp")
+        kind = SCHEDULES[runnable_schedule(asked, size, num_microbatches)]
         stages = [self._stage(chunk, plan) for chunk, plan in zip(self.chunks, self.plans)]
         mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         return kind(mine, num_microbatches, loss_fn=self.loss_scale, scale_grads=False)

@@ -49,6 +49,15 @@ def build_schedule(name: str, pipeline_size: int, microbatches: int, chunks_per_
     ]
 
 
+def runnable_schedule(name: str, pipeline_size: int, microbatches: int) -> str:
+    """The schedule that a pass of `microbatches` runs when `name` is asked for.
+
+    torch's 1F1B wants as many microbatches as stages. With fewer nothing is left of its steady state: all forwards
+    then all backwards, which is GPipe, takes as long and holds no more, and a batch ramp-up may begin small.
+    """
+    return "gpipe" if name == "1f1b" and microbatches < pipeline_size else name
+
+
 def check_microbatches(name: str, pipeline_size: int, chunks_per_rank: int, microbatches: int) -> str | None:
     """Why schedule `name` cannot run these numbers, as one sentence naming flags; None when it can."""
     chunks_flag = f"--num-virtual-stages-per-pipeline-rank {chunks_per_rank}"

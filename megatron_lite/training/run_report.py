@@ -20,6 +20,7 @@ from megatron_lite.parallel.schedule import (
     Timeline,
     build_schedule,
     peak_in_flight,
+    runnable_schedule,
     simulate,
 )
 from megatron_lite.training.batch_size import BatchSchedule
@@ -128,7 +129,7 @@ def _pipeline(config: Config, plans: list[StagePlan], costs: ModelCosts, microba
     work = [stage_compute(plan, costs) for plan in plans]
     mean = sum(work) / len(work) or 1
     third = tuple(flops / mean for flops in work)
-    schedule = build_schedule(parallel.pipeline_schedule, size, count, chunks)
+    schedule = build_schedule(runnable_schedule(parallel.pipeline_schedule, size, count), size, count, chunks)
     try:
         timeline = simulate(
             schedule, StageTimes(third, third, third), placement_of(parallel.pipeline_schedule)

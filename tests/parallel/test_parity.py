@@ -10,6 +10,7 @@ TIED = {"untie_embeddings_and_output_weights": False}
 
 SCHEDULES = {
     "gpipe": {"pp": 2, "dp": 2, "schedule": "gpipe"},
+    "1f1b, fewer microbatches than stages": {"pp": 4, "microbatches": 2},
     "interleaved 4 chunks": {"pp": 2, "chunks": 4},
     "zero bubble": {"pp": 2, "chunks": 2, "dp": 2, "schedule": "interleaved-zero-bubble"},
     "zero bubble, pp 4": {"pp": 4, "chunks": 2, "microbatches": 8, "schedule": "interleaved-zero-bubble"},
