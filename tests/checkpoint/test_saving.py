@@ -1,6 +1,5 @@
 """Saves that fail, that run in the background, that are cut off at every step of the way."""
 
-import hashlib
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.storage import LocalStorage
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import CheckpointConfig, Config, ConfigError
+from tests.checkpoint.folders import is_intact
 from tests.ranks import run_ranks
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -32,15 +32,6 @@ def checkpointer(save, group=None, tokenizer_files=(), **flags):
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     return Checkpointer(config, group, {"dp": world}, {"dp": rank}, tokenizer_files)
-
-
-def is_intact(folder):
-    """By the manifest's hashes, with code of its own."""
-    files = json.loads(Path(folder, "manifest.json").read_text())["files"]
-    return all(
-        hashlib.sha256(Path(folder, name).read_bytes()).hexdigest() == entry["sha256"]
-        for name, entry in files.items()
-    )
 
 
 def names(save):
