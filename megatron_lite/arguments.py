@@ -311,7 +311,10 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
     _check_names(words, parser)
     namespace, rest = parser.parse_known_args(words)
     if rest:
-        raise ConfigError(f"'{rest[0]}' does not belong to any flag")
+        once = words.count(rest[0]) == 1
+        before = [word for word in words[: words.index(rest[0])] if word.startswith("--")] if once else []
+        after = f" after {before[-1]}" if before else ""
+        raise ConfigError(f"'{rest[0]}'{after} does not belong to any flag")
     return vars(namespace)
 
 

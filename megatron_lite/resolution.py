@@ -220,9 +220,13 @@ def _chunks_of(layers: int, size: int, per_stage: int) -> int:
 def _complete_data(config: Config) -> Config:
     data = config.data
     split = data.split
-    per_split = any(
-        (data.train_data_path, data.valid_data_path, data.test_data_path, data.per_split_data_args_path)
+    by_split = (
+        data.train_data_path,
+        data.valid_data_path,
+        data.test_data_path,
+        data.per_split_data_args_path,
     )
+    per_split = any(path is not None for path in by_split)
     if split is None and not per_split:
         split = _MEGATRON_SPLIT
     elif split is not None:

@@ -1,0 +1,402 @@
+"""The command line: every flag frozen, files, numbers, quotes, errors in one sentence."""
+
+import json
+import os
+import subprocess
+import sys
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.arguments import (
+    build_parser,
+    flag_of,
+    parse_arguments,
+    parse_or_exit,
+    with_checkpoint_config,
+)
+from megatron_lite.config import CONCERNS, Config, ConfigError
+from megatron_lite.environment import Environment
+from megatron_lite.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN
+
+ROOT = Path(__file__).parents[1]
+FROZEN = Path(__file__).parent / "golden" / "flags.txt"
+BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+    --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60"""
+
+
+def config_of(words="", world_size=1, base=BASE):
+    words = words.split() if isinstance(words, str) else words
+    return parse_arguments([*base.split(), *words], Environment(world_size=world_size))
+
+
+def error_of(words, world_size=1, base=BASE):
+    with pytest.raises(ConfigError) as error:
+        config_of(words, world_size, base)
+    return str(error.value)
+
+
+def all_flags():
+    """One line a flag: name, type, default; the ones that are no field by what becomes of them."""
+    lines = []
+    for concern in CONCERNS.values():
+        types = typing.get_type_hints(concern)
+        for item in fields(concern):
+            kind = str(types[item.name]).removeprefix("<class '").removesuffix("'>")
+            names = ", ".join((flag_of(item), *item.metadata.get("aliases", ())))
+            lines.append(f"{names}  {kind} = {item.default}")
+    lines += [f"{name}  {kind}" for kind, table in TABLES.items() for name in table]
+    return sorted(lines)
+
+
+TABLES = {"accepted": ACCEPTED, "renamed": RENAMED, "sets": SETS, "sets unless given": SETS_UNLESS_GIVEN}
+
+
+def test_all_flags_are_frozen():
+    """A flag that goes, or changes type or default, breaks someone's script: it has to be done on purpose.
+
+    To do so: python -m tests.test_arguments
+    """
+    assert all_flags() == FROZEN.read_text().splitlines()
+
+
+def test_help_is_grouped_and_explains_every_flag():
+    text = build_parser().format_help()
+    headings = [concern.__doc__.strip().rstrip(".") + ":\n" for concern in CONCERNS.values()]
+    places = [text.index(heading) for heading in headings]
+    assert places == sorted(places)
+    for concern, start, end in zip(CONCERNS.values(), places, [*places[1:], len(text)]):
+        for item in fields(concern):
+            shown = f"\n  {flag_of(item)}" in text[start:end]
+            assert shown is not bool(item.metadata.get("no_effect")), item.name
+            assert item.metadata["help"] or item.metadata["no_effect"]
+    assert "--use-mcore-models" not in text and "--use-flash-attn" not in text
+
+
+def test_help_goes_to_stdout_with_code_0(capsys):
+    with pytest.raises(SystemExit) as leave:
+        parse_or_exit(["--no-such-flag", "--help"], Environment())
+    assert leave.value.code == 0 and "--num-layers" in capsys.readouterr().out
+
+
+# --- words ---
+
+
+def test_flags_from_a_file(tmp_path):
+    """Shell words, comments, continued lines, files in files relative to the file; later words win."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "model.args").write_text("--rotary-base 500000 # Llama 3\n")
+    (tmp_path / "run.args").write_text(
+        "# a run\n--lr 2e-4 \\\n  --min-lr 1e-5\n@inner/model.args\n--split '90, 5, 5'\n"
+    )
+    config = config_of(f"@{tmp_path / 'run.args'} --lr 5e-4")
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (5e-4, 1e-5)
+    assert (config.model.rotary_base, config.data.split) == (500000.0, "90,5,5")
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "self.args").write_text("@self.args")
+    (tmp_path / "open.args").write_text("--split '1,2")
+    (tmp_path / "latin.args").write_bytes(b"--save caf\xe9")
+    assert "includes itself" in error_of(f"@{tmp_path}/self.args")
+    assert "No closing quotation" in error_of(f"@{tmp_path}/open.args")
+    assert "latin.args cannot be read" in error_of(f"@{tmp_path}/latin.args")
+    assert "No such file" in error_of(f"@{tmp_path}/none.args")
+    assert "Is a directory" in error_of(f"@{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--split", "949,50,1"],
+        ["--split=949,50,1"],
+        ["--split", "'949,50,1'"],
+        ["--split", '"949,50,1"'],
+        ["--split='949,50,1'"],
+        ["--split", "949, 50, 1"],
+        ["--split", "'949,", "50,", "1'"],
+        ["--split", "949", "50", "1"],
+        ["--split", "949/50/1"],
+    ],
+)
+def test_a_split_however_the_shell_hands_it_over(words):
+    assert config_of(words).data.split == "949,50,1"
+
+
+def test_quotes_inside_paths_and_schedules(tmp_path):
+    prefix = tmp_path / "a_text_document"
+    for end in (".idx", ".bin"):
+        prefix.with_suffix(end).touch()
+    base = BASE.replace("--mock-data", "")
+    config = config_of(["--data-path", "0.3", f'"{prefix}"', "0.7", f"'{prefix}'"], base=base)
+    assert config.data.data_path == ("0.3", str(prefix), "0.7", str(prefix))
+    config = config_of(["--step-batch-size-schedule", "'0:2", "1K:4'"])
+    assert config.training.global_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1000", 1000), ("1e3", 1000), ("1_000", 1000), ("1K", 1000), ("1.5k", 1500), ("200B", 200 * 10**9)]
+    + [("2T", 2 * 10**12), ("3m", 3 * 10**6), ("9007199254740993", 9007199254740993)],
+)
+def test_whole_numbers(text, value):
+    config = config_of(f"--train-samples {text}", base=BASE.replace("--train-iters 10", ""))
+    assert config.training.train_samples == value
+
+
+def test_real_numbers():
+    assert config_of("--initial-loss-scale 4_294_967_296 --fp16").precision.initial_loss_scale == 2.0**32
+    assert config_of("--lr .0003").optimizer.lr == 3e-4
+    assert config_of("--lr 3.0e-4 --clip-grad 1").optimizer.lr == 3e-4
+    assert config_of("--window-size (16,0)").model.window_size == (16, 0)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("--num-layer 4", "--num-layer (did you mean --num-layers"),
+        ("--hidden-sise 4", "--hidden-size"),
+        ("--tensor_model_parallel_size 2", "--tensor-model-parallel-size"),
+        ("--overlap-grad-reduction", "--overlap-grad-reduce"),
+        ("--xyzzy 1", "unknown flag: --xyzzy"),
+        ("--lr-dekay-style x --min-lrr 1", "unknown flags: --lr-dekay-style (did you mean --lr-decay-style"),
+        ("--num-experts 8 --xyzzy", "mixture of experts is not supported"),
+    ],
+)
+def test_unknown_flags(wrong, hint):
+    assert hint in error_of(wrong)
+
+
+ERRORS = [
+    ("--num-layers x", "--num-layers: 'x' is not a number"),
+    ("--num-layers 2.5", "--num-layers: '2.5' is not a whole number"),
+    ("--num-layers", "--num-layers: expected one argument"),
+    ("--num-layers 0", "--num-layers is 0, wanted at least 1"),
+    ("--num-layers 4 5", "'5' after --num-layers does not belong to any flag"),
+    ("--bf16 true", "'true' after --bf16 does not belong to any flag"),
+    ("--lr nan", "--lr: 'nan' is not a number"),
+    ("--lr 1e999", "--lr: '1e999' is not a finite number"),
+    ("--clip-grad -1", "--clip-grad is -1.0, wanted at least 0"),
+    ("--hidden-dropout 1.5", "--hidden-dropout is 1.5, wanted at most 1"),
+    ("--norm-epsilon 0", "--norm-epsilon is 0.0, wanted more than 0"),
+    ("--window-size 16", "'16' is not LEFT,RIGHT"),
+    ("--lr-decay-style cosin", "--lr-decay-style: invalid choice: 'cosin'"),
+    ("--position-embedding-type yarn", "invalid choice: 'yarn'"),
+    ("--hidden-size 65", "--hidden-size 65 does not divide by --num-attention-heads 4"),
+    ("--swiglu --hidden-size 4", "--swiglu with --hidden-size 4 leaves no MLP width"),
+    (
+        "--group-query-attention --num-query-groups 3",
+        "--num-attention-heads 4 does not divide by --num-query-",
+    ),
+    (
+        "--seq-length 64 --max-position-embeddings 32",
+        "--seq-length 64 is more than --max-position-embeddings 32",
+    ),
+    ("--swiglu --squared-relu", "an MLP has one activation"),
+    ("--position-embedding-type rope --rotary-percent 0.05", "wanted an even number above 0"),
+    ("--padded-vocab-size 50", "--padded-vocab-size 50 is less than --vocab-size 60"),
+    ("--bf16 --fp16", "--fp16 and --bf16 cannot be given together"),
+    ("--global-batch-size 3 --micro-batch-size 2", "--micro-batch-size 2 x data-parallel size 1 = 2"),
+    ("--rampup-batch-size 1 2 10 --global-batch-size 4", "does not divide --global-batch-size 4 - 1 = 3"),
+    ("--step-batch-size-schedule 0:2 x:4", "'x:4' is not TOKENS:BATCH"),
+    ("--rampup-batch-size 1 1 10 --step-batch-size-schedule 0:2", "both say how the batch grows"),
+    ("--world-size 8", "--world-size 8 only plans, with --check"),
+    ("--check --world-size 8 --rank 8 --dry-run", "--rank 8 is not one of 8 processes"),
+    ("--train-samples 100", "--train-iters and --train-samples cannot be given together"),
+    ("--lr-decay-samples 100", "--train-iters and --lr-decay-samples cannot be given together"),
+    ("--min-lr 1e-2", "--min-lr 0.01 is more than --lr 0.001"),
+    ("--lr-warmup-iters 20", "is not shorter than its decay (10 samples): lower --lr-warmup-iters 20"),
+    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "both say how long"),
+    ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    ("--start-weight-decay 0.1", "need --weight-decay-incr-style linear or cosine"),
+    ("--split 1,2,3,4", "--split is '1,2,3,4', wanted up to three weights"),
+    ("--split 0,0,0", "not all zero"),
+    ("--train-data-path a --split 1,1,1", "--mock-data and --train-data-path cannot be given together"),
+    ("--recompute-granularity full", "needs --recompute-method uniform or block"),
+    ("--recompute-granularity selective --recompute-method block", "is for --recompute-granularity full"),
+    ("--tokenizer-type Llama2Tokenizer", "--tokenizer-type Llama2Tokenizer needs --tokenizer-model"),
+    ("--tokenizer-type GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer needs --vocab-file"),
+    ("--tokenizer-model none.model", "--tokenizer-model: there is no none.model (a local file"),
+    ("--ckpt-step 5", "--ckpt-step needs --load"),
+    ("--use-checkpoint-args --finetune", "needs --load"),
+    ("--save-interval 2 --save-retain-interval 3", "has to be a multiple of --save-interval, which is 2"),
+    ("--ckpt-convert-format torch --load x", "needs --ckpt-convert-save"),
+    ("--profile --profile-step-end 5 --profile-step-start 5", "--profile-step-end 5 is not after"),
+    ("--profile --profile-ranks 1", "--profile-ranks 1 is not one of 1 processes"),
+    ("--log-progress", "give --save"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), ERRORS)
+def test_an_error_is_one_sentence_with_the_flag(words, text):
+    if "--use-checkpoint-args" in words:
+        with pytest.raises(ConfigError) as error:
+            with_checkpoint_config(config_of(words), None)
+        message = str(error.value)
+    else:
+        message = error_of(words)
+    assert text in message and "\n" not in message and len(message) < 300
+
+
+LAYOUT_ERRORS = [
+    (8, "--tensor-model-parallel-size 3", "8 processes do not divide by --tensor-model-parallel-size 3 x "),
+    (2, "--tensor-model-parallel-size 2 --num-attention-heads 5 --hidden-size 40", "--num-attention-heads 5"),
+    (2, "--tensor-model-parallel-size 2 --ffn-hidden-size 31", "--ffn-hidden-size 31 does not divide"),
+    (2, "--context-parallel-size 2 --seq-length 30", "twice --context-parallel-size 2 = 4"),
+    (8, "--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size 8 is more than --num-layers 4"),
+    (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --global-batch-size 2", "can run: 4"),
+    (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "chunks of"),
+    (4, "--num-distributed-optimizer-instances 3", "does not divide the data-parallel size 4"),
+    (4, "--global-batch-size 6", "--micro-batch-size 1 x data-parallel size 4 = 4"),
+    (
+        4,
+        "--num-distributed-optimizer-instances 2 --data-parallel-sharding-strategy no_shard",
+        "no_shard has a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "words", "text"), LAYOUT_ERRORS)
+def test_layout_errors(world_size, words, text):
+    message = error_of(words, world_size)
+    assert text in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"])
+def test_what_is_needed_is_named(name):
+    words = BASE.split()
+    place = words.index(name)
+    assert f"{name} is needed" in error_of("", base=" ".join(words[:place] + words[place + 2 :]))
+
+
+def test_paths_that_are_not_there(tmp_path):
+    base = BASE.replace("--mock-data", "")
+    for end in (".idx", ".bin"):
+        (tmp_path / f"whole_text_document{end}").touch()
+    whole = tmp_path / "whole_text_document"
+    assert config_of(f"--data-path {whole}", base=base).data.split == "969,30,1"
+    message = error_of(f"--data-path 0.5 {whole} 0.5 {tmp_path}/gone", base=base)
+    assert f"--data-path: there is no {tmp_path}/gone.idx and {tmp_path}/gone.bin" in message
+    assert "leave out the ending .bin" in error_of(f"--data-path {whole}.bin", base=base)
+    assert "--data-path is needed" in error_of("", base=base)
+    assert "--train-data-path is empty" in error_of("--train-data-path", base=base)
+    many = error_of("--data-path a b c d e", base=base)
+    assert many.endswith("and 2 more")
+    planned = config_of(f"--check --data-path {tmp_path}/gone", base=base)
+    assert any(f"{tmp_path}/gone.idx" in note for note in planned.notes)
+
+
+def test_an_error_leaves_with_code_2_and_is_printed_once(capsys, monkeypatch):
+    """By rank 0; the others wait, for torchrun stops all at the first that leaves."""
+    waited = []
+    monkeypatch.setattr("megatron_lite.arguments.time.sleep", waited.append)
+    for rank in (0, 1):
+        with pytest.raises(SystemExit) as leave:
+            parse_or_exit(["--no-such-flag"], Environment(rank=rank, world_size=2))
+        assert leave.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err == "error: unknown flag: --no-such-flag\n" and printed.out == ""
+    assert len(waited) == 1
+
+
+def test_the_program_says_it_too():
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *BASE.split(), "--hidden-size", "65"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: --hidden-size 65 does not divide")
+    assert "Traceback" not in done.stderr
+
+
+# --- what is filled in ---
+
+
+def test_derived_values():
+    config = config_of("--swiglu --hidden-size 4096 --num-attention-heads 32", world_size=4)
+    model = config.model
+    assert model.ffn_hidden_size == int(4 * 4096 * 2 / 3 / 64) * 64 == 10880
+    assert (model.kv_channels, model.num_query_groups, model.max_position_embeddings) == (128, 32, 32)
+    assert config_of("--hidden-size 64").model.ffn_hidden_size == 256
+    assert config.training.global_batch_size == config.evaluation.eval_global_batch_size == 4
+    assert config.parallel.world_size == 4 and config.parallel.data_parallel_size == 4
+    assert config.parallel.pipeline_schedule == "1f1b" and config.data.dataloader_type == "single"
+
+
+def test_query_groups_are_not_read_without_their_switch():
+    config = config_of("--num-query-groups 2")
+    assert config.model.num_query_groups == 4
+    assert any("not read without --group-query-attention" in note for note in config.notes)
+    assert config_of("--num-query-groups 2 --group-query-attention").model.num_query_groups == 2
+
+
+def test_chunks_of_a_pipeline():
+    config = config_of(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
+        world_size=2,
+    )
+    assert config.parallel.num_virtual_stages_per_pipeline_rank == 2
+    assert config.parallel.pipeline_schedule == "interleaved-1f1b"
+    assert config.parallel.num_stages == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--recompute-activations", ("selective", None, None)),
+        ("--recompute-granularity full --recompute-method uniform", ("full", "uniform", 1)),
+        (
+            "--recompute-activations --recompute-granularity full --recompute-method block "
+            "--recompute-num-layers 2",
+            ("selective", None, None),
+        ),
+    ],
+)
+def test_recompute(words, wanted):
+    parallel = config_of(words).parallel
+    assert wanted == (
+        parallel.recompute_granularity,
+        parallel.recompute_method,
+        parallel.recompute_num_layers,
+    )
+
+
+def test_a_step_schedule_wins_over_the_batch_size():
+    config = config_of("--global-batch-size 16 --step-batch-size-schedule 0:2 1K:4")
+    assert config.training.global_batch_size == 4
+    assert "--step-batch-size-schedule wins over --global-batch-size 16" in config.notes
+
+
+def test_idle_flags_are_noted():
+    notes = config_of("--save-interval 5 --wandb-exp-name x --loss-scale 8 --sequence-parallel").notes
+    for text in (
+        "--save-interval does nothing without --save",
+        "--wandb-exp-name does nothing without --wandb-project",
+        "--loss-scale does nothing without --fp16",
+        "--sequence-parallel has no effect: --tensor-model-parallel-size is 1",
+    ):
+        assert text in notes
+
+
+def test_a_config_goes_through_json_and_back():
+    config = config_of(
+        "--rampup-batch-size 2 2 8 --global-batch-size 6 --window-size 16,0 --profile-ranks 0 "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights"
+    )
+    again = Config.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.to_dict() == config.to_dict()
+    assert again.model == config.model and again.training == config.training
+    with pytest.raises(ConfigError, match="no_such"):
+        Config.from_dict({"model": {"no_such": 1}})
+
+
+if __name__ == "__main__":
+    FROZEN.write_text("\n".join(all_flags()) + "\n")

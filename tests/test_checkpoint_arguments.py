@@ -1,0 +1,69 @@
+"""--use-checkpoint-args: the model's flags come from the checkpoint, and may not contradict it."""
+
+import pytest
+
+from megatron_lite.arguments import parse_arguments, parse_or_exit, with_checkpoint_config
+from megatron_lite.config import ConfigError
+from megatron_lite.environment import Environment
+
+BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+    --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 """
+
+
+def config_of(words):
+    return parse_arguments(words.split(), Environment())
+
+
+STORED = config_of(
+    BASE
+    + "--num-layers 6 --hidden-size 96 --num-attention-heads 6 --group-query-attention --num-query-groups 2 "
+    "--swiglu --position-embedding-type rope --rotary-base 5e5 --hidden-dropout 0.1 --untie-embeddings-and-output-"
+    "weights --lr 7e-4",
+).to_dict()
+FEW = """--load somewhere --use-checkpoint-args --seq-length 32 --micro-batch-size 1 --train-iters 10 --lr 1e-3
+    --mock-data"""
+
+
+def test_the_model_comes_from_the_checkpoint():
+    """Its form and its tokenizer, not how it is trained; what is derived from it is derived again."""
+    config = with_checkpoint_config(config_of(f"{FEW} --hidden-dropout 0"), STORED)
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (6, 96, 6)
+    assert (model.num_query_groups, model.ffn_hidden_size, model.rotary_base) == (2, 256, 5e5)
+    assert model.swiglu and model.untie_embeddings_and_output_weights and model.hidden_dropout == 0.0
+    assert config.optimizer.lr == 1e-3 and config.data.mock_data
+    assert config.data.tokenizer_type == "NullTokenizer"
+
+
+def test_a_flag_may_repeat_the_checkpoint_but_not_contradict_it():
+    same = with_checkpoint_config(config_of(f"{FEW} --num-layers 6 --swiglu --hidden-size 96"), STORED)
+    assert same.model.num_layers == 6
+    for words, text in (
+        ("--num-layers 4", "--num-layers is 4, the checkpoint of --use-checkpoint-args has 6"),
+        (
+            "--rotary-base 10000",
+            "--rotary-base is 10000.0, the checkpoint of --use-checkpoint-args has 500000.0",
+        ),
+    ):
+        with pytest.raises(ConfigError) as error:
+            with_checkpoint_config(config_of(f"{FEW} {words}"), STORED)
+        assert text in str(error.value)
+
+
+def test_without_a_checkpoint_the_command_line_has_to_say_all():
+    open_config = config_of(FEW)
+    with pytest.raises(ConfigError, match="--num-layers, --hidden-size, --num-attention-heads are needed"):
+        with_checkpoint_config(open_config, None)
+
+
+def test_parse_or_exit_asks_for_the_stored_config():
+    asked = []
+
+    def read_stored(config):
+        asked.append(config.checkpoint.load)
+        return STORED
+
+    config = parse_or_exit(FEW.split(), Environment(), read_stored)
+    assert asked == ["somewhere"] and config.model.num_layers == 6
+    assert parse_or_exit(BASE.split(), Environment(), read_stored).model.num_layers == 4
+    assert asked == ["somewhere"]
