@@ -6,6 +6,7 @@ differ in one thing that matters: a local folder can be renamed at once, a remot
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,7 +69,8 @@ class LocalStorage:
                 sync(file)
             aside.rename(target)
         finally:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink()
         self.sync_folder(str(Path(path).parent))
 
     def make_folder(self, path: str = "") -> None:

@@ -148,7 +148,7 @@ def write_checkpoint(
         new.begin()
         new.commit(save_batches(storage, new.name, _batches(tensors)), files)
     except OSError as error:
-        raise ConfigError(f"--save {save_dir} cannot be written: {sentence(error)}") from None
+        raise ConfigError(f"{save_dir} cannot be written: {sentence(error)}") from None
     finally:
         new.discard()
     return storage.full(new.final)

@@ -1,0 +1,82 @@
+"""--ckpt-convert-format: a checkpoint written anew, in one process, without a model or a process group."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from megatron_lite.checkpoint.agreement import sentence
+from megatron_lite.checkpoint.folder import find_checkpoint, folder_name
+from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
+from megatron_lite.checkpoint.storage import parent_of, storage_for
+from megatron_lite.checkpoint.writing import TOKENIZER, write_checkpoint
+from megatron_lite.config import CheckpointConfig, ConfigError
+
+
+def convert_checkpoint(config: CheckpointConfig) -> str:
+    """Write what --load (and --ckpt-step) names into --ckpt-convert-save; returns the new path.
+
+    torch_dist: a checkpoint folder as this program saves it, in as few files as one process makes; without random
+    states, which belong to the layout it was saved in. torch: one file iter_N.pt for
+    `torch.load(weights_only=True)`, {"iteration", "config", "train_state", "tensors": {name: tensor}}; the whole
+    has to fit in memory. With --no-load-optim or --finetune only the weights.
+
+    Raises:
+        ConfigError: there is nothing to convert, or it cannot be written.
+    """
+    found = find_checkpoint(config)
+    if found is None:
+        raise ConfigError(
+            f"--ckpt-convert-format {config.ckpt_convert_format}: --load {config.load} is empty"
+        )
+    left_out = (RANDOM_PREFIX, *([OPTIMIZER_PREFIX] if config.no_load_optim or config.finetune else []))
+    with CheckpointReader(found) as reader:
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            return (
+                (name, reader.read(name)) for name in sorted(reader.names()) if not name.startswith(left_out)
+            )
+
+        state = {key: value for key, value in reader.train_state.items() if key != "layout"}
+        if config.ckpt_convert_format == "torch":
+            whole = {"iteration": found.iteration, "config": reader.config, "train_state": state}
+            return _save_one_file(
+                config.ckpt_convert_save, found.iteration, whole | {"tensors": dict(tensors())}
+            )
+        if OPTIMIZER_PREFIX in left_out:
+            state["weights_only"] = True
+        return write_checkpoint(
+            config.ckpt_convert_save,
+            found.iteration,
+            tensors(),
+            reader.config,
+            state,
+            _tokenizer_files(found.path),
+        )
+
+
+def _tokenizer_files(path: str) -> list[Path]:
+    parent, name = parent_of(path)
+    storage = storage_for(parent)
+    files = storage.names(f"{name}/{TOKENIZER}") if storage.is_folder(f"{name}/{TOKENIZER}") else []
+    return [] if storage.remote else [Path(storage.full(f"{name}/{TOKENIZER}/{file}")) for file in files]
+
+
+def _save_one_file(folder: str, iteration: int, content: dict) -> str:
+    path = Path(folder) / f"{folder_name(iteration)}.pt"
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except OSError as error:
+        raise ConfigError(f"--ckpt-convert-save {folder} cannot be written: {sentence(error)}") from None
+    finally:
+        with suppress(OSError):
+            aside.unlink()
+    return str(path)
