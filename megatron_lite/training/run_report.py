@@ -33,7 +33,7 @@ _KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _BYTES_PER_PARAMETER = 16
 _MOST_ACTIONS = 400_000
 _PLOT_WIDTH, _PLOT_HEIGHT = 64, 10
-_TIMETABLE_WIDTH = 150
+_TIMETABLE_WIDTH = 180
 
 
 def describe_run(config: Config) -> str:
@@ -153,7 +153,7 @@ def timetable(timeline: Timeline) -> list[str]:
     Forward is written plainly, backward in brackets where there is room: 0 1 2 then <0> <1>; weight gradients as w.
     """
     shortest = min(event.end - event.start for rank in timeline.events for event in rank)
-    scale = min(2.0 / shortest, _TIMETABLE_WIDTH / timeline.seconds)
+    scale = min(3.0 / shortest, _TIMETABLE_WIDTH / timeline.seconds)
     lines = []
     for rank, events in enumerate(timeline.events):
         row = ["."] * math.ceil(timeline.seconds * scale)
@@ -229,8 +229,7 @@ def learning_rate_curve(schedule: Schedule, batches: BatchSchedule) -> str:
         lines.append(f"  {label:>10} |{row}".rstrip())
     lines.append(f"  {'':>10} +{'-' * width}")
     lines.append(f"  {'step':>10}  1{iterations:>{max(1, width - 1)},}")
-    marks = sorted(
-        {0, 1, iterations // 100, iterations // 10, iterations // 2, iterations - 1} & set(range(iterations))
-    )
+    marks = {0, 1, iterations // 100, iterations // 10, iterations // 2, iterations - 1}
+    marks = sorted(mark for mark in marks if mark < iterations)
     lines += [f"  step {mark + 1:>12,}  lr {rate(mark):.6e}" for mark in marks]
     return "\n".join(lines)
