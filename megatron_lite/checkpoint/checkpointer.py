@@ -19,9 +19,9 @@ from megatron_lite.checkpoint.agreement import Ranks, sentence
 from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
 from megatron_lite.checkpoint.dcp import save_pieces
 from megatron_lite.checkpoint.folder import Found, delete, expired, find_checkpoint
-from megatron_lite.checkpoint.manifest import FileEntry, read_manifest, why_corrupt
+from megatron_lite.checkpoint.manifest import FileEntry, Manifest, read_manifest, why_corrupt
 from megatron_lite.checkpoint.pieces import Piece, piece_of
-from megatron_lite.checkpoint.reading import RANDOM_PREFIX, CheckpointReader
+from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
 from megatron_lite.checkpoint.storage import parent_of, storage_for
 from megatron_lite.checkpoint.writing import NewFolder, state_files
 from megatron_lite.config import Config, ConfigError
@@ -208,12 +208,20 @@ class Checkpointer:
         try:
             self._ranks.first(new.begin)
             written = save_pieces(self._storage, new.name, pieces, self._ranks.group)
+            if self._config.checkpoint.verify_integrity:
+                self._ranks.together(lambda: self._reread(new.name, written))
             entries = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
             self._ranks.first(lambda: self._commit(new, entries, files))
         except (Exception, CheckpointException) as error:
             self._failure = sentence(error)
             if self._ranks.rank == 0:
                 new.discard()
+
+    def _reread(self, folder: str, written: dict[str, FileEntry]) -> None:
+        """--verify-integrity: what this rank wrote, read back."""
+        problem = why_corrupt(self._storage, folder, Manifest(0, written), written)
+        if problem is not None:
+            raise ConfigError(f"read back, {problem}")
 
     def _commit(self, new: NewFolder, entries: dict[str, FileEntry], files: dict[str, bytes]) -> None:
         new.commit(entries, files)
@@ -261,7 +269,9 @@ class Checkpointer:
                 (wider if torch.promote_types(kept.dtype, tensor.dtype) == tensor.dtype else wrong).add(text)
         missing, wrong, wider = (sorted(set().union(*self._ranks.gather(s))) for s in (missing, wrong, wider))
         if missing:
-            raise ConfigError(f"{reader.path} holds no {_list(missing)}")
+            optimizer_only = all(name.startswith(OPTIMIZER_PREFIX) for name in missing)
+            way = "; --no-load-optim starts the optimizer's state anew" if optimizer_only else ""
+            raise ConfigError(f"{reader.path} holds no {_list(missing)}{way}")
         if wrong:
             raise ConfigError(f"{reader.path} does not fit: {_list(wrong)}")
         if wider and self._ranks.rank == 0:

@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.checkpoint.dcp import _HashedFile
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.storage import LocalStorage
 from megatron_lite.checkpoint.writing import write_checkpoint
@@ -93,6 +95,26 @@ def test_no_room_is_known_before_a_byte_is_written(tmp_path, monkeypatch, capsys
     assert names(tmp_path) == ["iter_0000005", POINTER]
     with pytest.raises(ConfigError, match="--exit-on-save-failure"):
         checkpointer(tmp_path, exit_on_save_failure=True).save(10, {"a": torch.ones(1000)}, {}, {})
+
+
+def test_verify_integrity_reads_a_save_back(tmp_path, monkeypatch, capsys):
+    """A disk that returns something else than was written: here the hash that was taken is another one."""
+    saver = checkpointer(tmp_path, verify_integrity=True)
+    assert saver.save(5, {"a": torch.ones(3)}, {}, {})
+    entry = _HashedFile.entry
+    monkeypatch.setattr(_HashedFile, "entry", lambda self: replace(entry(self), sha256="0" * 64))
+    assert not saver.save(10, {"a": torch.ones(3)}, {}, {})
+    assert "was not saved" in (line := capsys.readouterr().out) and "read back" in line
+    assert names(tmp_path) == ["iter_0000005", POINTER]
+
+
+def test_weights_without_optimizer_state_name_the_way_out(tmp_path):
+    saver = checkpointer(tmp_path)
+    saver.save(5, {"w": torch.ones(3)}, {}, {})
+    asked = {"w": torch.zeros(3), "optimizer.exp_avg.w": torch.zeros(3)}
+    with pytest.raises(ConfigError, match="holds no optimizer.exp_avg.w; --no-load-optim starts"):
+        saver.load(saver.find(), asked)
+    assert asked["w"].tolist() == [0, 0, 0], "nothing is changed when something is missing"
 
 
 def _disk_fills_on_one_rank(save, async_save):
