@@ -253,7 +253,7 @@ def _read_accepted() -> dict[str, Accepted]:
 
 ACCEPTED: dict[str, Accepted] = _read_accepted()
 REFUSED: dict[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-_REFUSED_KINDS: tuple[tuple[str, str], ...] = tuple(
+REFUSED_KINDS: tuple[tuple[str, str], ...] = tuple(
     (prefix, next(reason for reason in _REFUSED if reason.startswith(start)))
     for prefixes, start in _KINDS.items()
     for prefix in prefixes.split()
@@ -264,4 +264,4 @@ def why_refused(name: str) -> str | None:
     """Why a flag is refused and what to use instead; None for a flag that is not known to be refused."""
     if name in REFUSED:
         return REFUSED[name]
-    return next((reason for prefix, reason in _REFUSED_KINDS if name.startswith(prefix)), None)
+    return next((reason for prefix, reason in REFUSED_KINDS if name.startswith(prefix)), None)
