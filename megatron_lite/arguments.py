@@ -329,6 +329,8 @@ def _check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
             same = [other for other in strange if why_refused(other) == reason]
             raise ConfigError(f"{', '.join(same)}: {reason}")
     if strange:
-        close = {n: difflib.get_close_matches(n.replace("_", "-"), list(known), n=3) for n in strange}
+        close = {
+            n: difflib.get_close_matches(n.replace("_", "-"), list(known), n=3, cutoff=0.7) for n in strange
+        }
         hints = [f"{n} (did you mean {' or '.join(c)}?)" if c else n for n, c in close.items()]
         raise ConfigError(f"unknown flag{'s' if len(strange) > 1 else ''}: {', '.join(hints)}")
