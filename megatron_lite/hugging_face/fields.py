@@ -127,7 +127,10 @@ class ConfigFields:
                 f"{self.where}: {self.family.architecture} with {' and '.join(self.refused)} "
                 f"computes something this model cannot"
             )
-        self.log += [f"{name} = {json.dumps(value)} ignored" for name, value in left.items()]
+        for name, value in left.items():
+            self.log.append(
+                f"{name} = {json.dumps(value)} {'changes nothing' if name in MATHS_FIELDS else 'ignored'}"
+            )
 
 
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list"}

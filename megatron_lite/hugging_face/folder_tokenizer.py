@@ -10,6 +10,7 @@ def folder_tokenizer_flags(folder: Path) -> DataConfig | None:
 
     tokenizer.json comes first: it is what transformers itself reads.
     """
+    folder = folder.absolute()
     if (folder / "tokenizer.json").is_file():
         return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if (folder / "tokenizer.model").is_file():
