@@ -101,8 +101,12 @@ def run_and_exit(main: Callable[[], int], environment: Environment) -> None:
 
 
 def _says_a_peer_is_gone(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
+    """Whether the error, or one that it was raised from (the pipeline wraps what a stage raises), is a lost peer."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    seen: BaseException | None = error
+    while seen is not None:
+        lost = isinstance(seen, RuntimeError) and any(sign in str(seen) for sign in signs)
+        if lost or isinstance(seen, dist.DistError):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
