@@ -25,7 +25,7 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> str:
     misfits = {name: check(model) for name, check in CHECKS.items() if wanted in (None, name)}
     best = min(misfits, key=lambda name: len(misfits[name]))
     if misfits[best]:
-        others = "" if wanted else "; the other architectures fit less"
+        others = "" if wanted else "; no other architecture fits better"
         raise ConfigError(f"{best} has no counterpart for {', '.join(misfits[best])}{others}")
     return best
 

@@ -1,14 +1,17 @@
 """Every family against transformers: logits, loss, gradients, and the weights back, bit by bit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
+from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.model_config_json import choose_architecture, model_config_json
-from megatron_lite.hugging_face.weights import our_shapes, to_ours, to_theirs
+from megatron_lite.hugging_face.weights import our_shapes, tensor_maps, to_ours, to_theirs
 from megatron_lite.model.gpt import GPTChunk
 from tests.hugging_face.models import CASES, VOCAB, random_tokens, saved
 
@@ -64,6 +67,85 @@ def test_logits_loss_gradient_and_round_trip(name, tmp_path):
         back = to_theirs(entry, [gradients[part].data for part in entry.ours], folder.model)
         assert torch.equal(back, stored.pop(entry.theirs))
     assert not stored
+
+
+OURS = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=8,
+    max_position_embeddings=64,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    vocab_size=VOCAB,
+    padded_vocab_size=64,
+)
+# What no Hugging Face model has, and is rewritten on the way out.
+REWRITTEN = {
+    "norms stored as w - 1": {"apply_layernorm_1p": True, "qk_layernorm": True},
+    "neighbours rotated": {"rotary_interleaved": True},
+    "neighbours rotated, normed heads": {"rotary_interleaved": True, "qk_layernorm": True},
+    "neighbours rotated, biases": {"rotary_interleaved": True, "add_qkv_bias": True},
+    "layer norm as w - 1": {
+        "apply_layernorm_1p": True,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "disable_bias_linear": False,
+        "group_query_attention": False,
+        "num_query_groups": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_what_is_rewritten_on_the_way_out(case):
+    model = replace(OURS, **REWRITTEN[case])
+    chunk = GPTChunk(model, range(2)).eval()
+    generator = torch.Generator().manual_seed(2)
+    weights = dict(chunk.named_global_parameters())
+    for name, parameter in weights.items():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+        if "norm" in name.split(".")[-2] and not model.apply_layernorm_1p:
+            parameter.data += 1.0
+    architecture = choose_architecture(model)
+    config = transformers.AutoConfig.for_model(**model_config_json(model, architecture, "float32", {}))
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    state = {
+        entry.theirs: to_theirs(entry, [weights[part].data for part in entry.ours], model)
+        for entry in tensor_maps(architecture, model)
+    }
+    told = theirs.load_state_dict(state, strict=False)
+    assert not told.unexpected_keys and set(told.missing_keys) <= {"lm_head.weight"}
+    tokens = random_tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(chunk(tokens)[..., :VOCAB], theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"squared_relu": True, "swiglu": False}, "an MLP without --swiglu"),
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+        ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({"position_embedding_type": "none"}, "--position-embedding-type none"),
+        ({"disable_bias_linear": False, "window_size": (8, 0)}, "--window-size"),
+        (
+            {"qk_layernorm": True, "add_qkv_bias": True},
+            "Qwen2ForCausalLM has no counterpart for --qk-layernorm",
+        ),
+    ],
+)
+def test_a_model_without_counterpart_is_refused_by_flag(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        choose_architecture(replace(OURS, **changes))
 
 
 @pytest.mark.parametrize("name", CASES)

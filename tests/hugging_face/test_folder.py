@@ -1,7 +1,9 @@
 """Folders as they are found: prefixes, old files, damage. And files written tensor by tensor."""
 
+import gc
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -176,6 +178,20 @@ def test_written_files_are_safetensors(tmp_path):
             seen |= content
         assert same(seen, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     assert asked == list(tensors) * 3
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    given = []
+
+    def read(name):
+        gc.collect()
+        assert sum(old() is not None for old in given) <= 1, f"others are still held when {name} is read"
+        tensor = torch.zeros(50, 7)
+        given.append(weakref.ref(tensor))
+        return tensor
+
+    write_shards(tmp_path, {f"t{i}": (50, 7) for i in range(6)}, torch.float32, 10**6, read)
+    assert len(given) == 6
 
 
 def test_plan_of_shards():
