@@ -6,8 +6,7 @@ changes before it is complete, so a kill at any moment leaves the checkpoint bef
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from megatron_lite.checkpoint.agreement import Ranks, sentence
 from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
 from megatron_lite.checkpoint.dcp import save_pieces
 from megatron_lite.checkpoint.folder import Found, delete, expired, find_checkpoint
+from megatron_lite.checkpoint.host_copy import HostCopy, mark
 from megatron_lite.checkpoint.manifest import FileEntry, Manifest, read_manifest, why_corrupt
 from megatron_lite.checkpoint.pieces import Piece, piece_of
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
 from megatron_lite.checkpoint.storage import parent_of, storage_for
-from megatron_lite.checkpoint.writing import NewFolder, state_files
+from megatron_lite.checkpoint.writing import NewFolder, read_files, state_files
 from megatron_lite.config import Config, ConfigError
 
 _LISTED = 8
@@ -54,14 +54,30 @@ class Checkpointer:
         self._ranks = Ranks(group)
         self._layout = dict(layout)
         self._me = ".".join(f"{axis}{position}" for axis, position in coordinates.items())
-        self._tokenizer_files = tuple(tokenizer_files)
-        self._staging: dict[str, torch.Tensor] = {}
+        self._host_copy = HostCopy()
+        self._copied = threading.Event()
+        self._overlap_copy = False
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._iteration = 0
         if config.checkpoint.save:
             self._storage = storage_for(config.checkpoint.save)
             self._check_save_folder()
+            files = tuple(tokenizer_files)
+            self._tokenizer_files = self._ranks.first(lambda: read_files(files))
+
+    def overlap_copy_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let a background save take its copy while the next step computes: this optimizer waits for it.
+
+        Nothing but the optimizer's step may change what was given to save.
+        """
+
+        def wait(*_: object) -> None:
+            self._copied.wait()
+
+        optimizer.register_step_pre_hook(wait)
+        self._copied.set()
+        self._overlap_copy = True
 
     def save(
         self,
@@ -88,13 +104,15 @@ class Checkpointer:
         files = state_files(self._config.to_dict(), state, self._tokenizer_files)
         self._iteration = iteration
         if not self._config.checkpoint.async_save:
-            self._write(iteration, pieces, files)
+            self._write(iteration, lambda: pieces, files)
             return self._report()
-        pieces = self._stage(pieces)
-        self._thread = threading.Thread(
-            target=self._write, args=(iteration, pieces, files), name="checkpoint", daemon=True
-        )
+        self._copied.clear()
+        ready = mark(pieces.values())
+        arguments = (iteration, lambda: self._copy(pieces, ready), files)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
+        if not self._overlap_copy:
+            self._copied.wait()
         return True
 
     def poll(self) -> None:
@@ -186,26 +204,20 @@ class Checkpointer:
                 "it has to lie on a filesystem that all ranks share"
             )
 
-    def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
-        """Copies in host memory that is kept from save to save: the state of this step, at a memcpy's cost."""
-        if self._staging.keys() != pieces.keys():
-            self._staging.clear()
-        for name, piece in pieces.items():
-            kept = self._staging.get(name)
-            if kept is None or (kept.shape, kept.dtype) != (piece.local.shape, piece.local.dtype):
-                pinned = piece.local.device.type == "cuda"
-                kept = torch.empty(piece.local.shape, dtype=piece.local.dtype, pin_memory=pinned)
-                self._staging[name] = kept
-            kept.copy_(piece.local, non_blocking=True)
-        if any(piece.local.device.type == "cuda" for piece in pieces.values()):
-            torch.cuda.synchronize()
-        return {name: replace(piece, local=self._staging[name]) for name, piece in pieces.items()}
+    def _copy(self, pieces: dict[str, Piece], ready: torch.cuda.Event | None) -> dict[str, Piece]:
+        try:
+            return self._host_copy.copy(pieces, ready)
+        finally:
+            self._copied.set()
 
-    def _write(self, iteration: int, pieces: dict[str, Piece], files: dict[str, bytes]) -> None:
+    def _write(
+        self, iteration: int, take_pieces: Callable[[], dict[str, Piece]], files: dict[str, bytes]
+    ) -> None:
         """Write a checkpoint; every rank ends with the same self._failure."""
         self._failure = None
         new = NewFolder(self._storage, iteration)
         try:
+            pieces = self._ranks.together(take_pieces)
             self._ranks.first(new.begin)
             written = save_pieces(self._storage, new.name, pieces, self._ranks.group)
             if self._config.checkpoint.verify_integrity:

@@ -112,15 +112,19 @@ class NewFolder:
                 self.storage.remove_folder(self.name)
 
 
+def read_files(paths: Iterable[Path]) -> dict[str, bytes]:
+    """{name in the checkpoint: content} of tokenizer files."""
+    return {f"{TOKENIZER}/{path.name}": path.read_bytes() for path in map(Path, paths)}
+
+
 def state_files(
-    config: Mapping[str, Any], train_state: Mapping[str, Any], tokenizer_files: Iterable[Path] = ()
+    config: Mapping[str, Any], train_state: Mapping[str, Any], tokenizer_files: Mapping[str, bytes]
 ) -> dict[str, bytes]:
     """{name: content} of a checkpoint's small files."""
-    files = {
-        CONFIG: json.dumps(config, indent=1).encode(),
-        TRAIN_STATE: json.dumps(train_state, indent=1).encode(),
-    }
-    return files | {f"{TOKENIZER}/{path.name}": path.read_bytes() for path in map(Path, tokenizer_files)}
+    files = {CONFIG: config, TRAIN_STATE: train_state}
+    return {name: json.dumps(value, indent=1).encode() for name, value in files.items()} | dict(
+        tokenizer_files
+    )
 
 
 def write_checkpoint(
@@ -142,7 +146,7 @@ def write_checkpoint(
     """
     storage = storage_for(save_dir)
     new = NewFolder(storage, iteration)
-    files = state_files(config, dict(train_state) | {"iteration": iteration}, tokenizer_files)
+    files = state_files(config, dict(train_state) | {"iteration": iteration}, read_files(tokenizer_files))
     try:
         storage.make_folder()
         new.begin()

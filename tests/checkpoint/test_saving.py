@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.dcp import _HashedFile
+from megatron_lite.checkpoint.host_copy import HostCopy
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.storage import LocalStorage
 from megatron_lite.checkpoint.writing import write_checkpoint
@@ -173,8 +174,48 @@ def test_background_saves_keep_their_step_and_flat_memory(tmp_path):
         assert values.shape == (4_000_000,) and (values == step).all(), "the state of its step"
 
 
-class Dying(BaseException):
-    """Stands for SIGKILL in a forked child: it leaves by os._exit."""
+def test_the_copy_may_overlap_with_the_next_step_but_not_with_the_update(tmp_path, monkeypatch):
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    saver = checkpointer(tmp_path, async_save=True)
+    saver.overlap_copy_with(optimizer)
+    copy, started = HostCopy.copy, threading.Event()
+
+    def slow_copy(self, pieces, ready):
+        started.set()
+        time.sleep(0.3)
+        return copy(self, pieces, ready)
+
+    monkeypatch.setattr(HostCopy, "copy", slow_copy)
+    for step in range(1, 4):
+        begin = time.monotonic()
+        assert saver.save(step, {"weight": weight.data}, {}, {})
+        assert time.monotonic() - begin < 0.25, "save returns before the copy is made"
+        assert started.wait(5)
+        weight.grad = torch.ones(1000)
+        optimizer.step()  # waits for the copy
+        saver.close()
+        assert CheckpointReader(str(tmp_path / f"iter_{step:07d}")).read("weight").unique().tolist() == [
+            1.0 - step
+        ]
+
+
+def test_a_copy_that_finds_no_memory_is_a_failed_save(tmp_path, monkeypatch, capsys):
+    saver = checkpointer(tmp_path, async_save=True)
+
+    def no_memory(*args, **kwargs):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory\nmore")
+
+    monkeypatch.setattr("megatron_lite.checkpoint.host_copy.torch.empty", no_memory)
+    saver.save(5, {"a": torch.ones(3)}, {}, {})
+    saver.close()
+    assert "no host memory for a copy of the state" in capsys.readouterr().out
+    assert names(tmp_path) == []
+
+
+def test_a_tokenizer_file_that_is_not_there_is_known_at_start(tmp_path):
+    with pytest.raises(ConfigError, match="absent.model: No such file"):
+        checkpointer(tmp_path, tokenizer_files=[tmp_path / "absent.model"])
 
 
 OPERATIONS = ("open", "write", "make_folder", "rename", "remove_file", "remove_folder", "sync_folder")
