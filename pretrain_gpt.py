@@ -3,6 +3,7 @@
 The whole story, top to bottom; no feature lives here.
 """
 
+import logging
 import sys
 import time
 
@@ -16,6 +17,7 @@ if __name__ == "__main__":  # --help, --check and a wrong flag are answered befo
     STARTED = time.monotonic()
     ENVIRONMENT = Environment.read()
     CONFIG = parse_or_exit(sys.argv[1:], ENVIRONMENT, stored_config)
+    logging.basicConfig(level=CONFIG.logging.logging_level)
     if CONFIG.command.check:
         print(describe_run(CONFIG))
         sys.exit(0)
@@ -24,10 +26,11 @@ if __name__ == "__main__":  # --help, --check and a wrong flag are answered befo
 import torch.distributed as dist
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.checkpoint.conversion import convert_checkpoint
 from megatron_lite.data.build import Builder, build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.distributed import process_group, run_and_exit, seed_everything
+from megatron_lite.distributed import from_first_rank, process_group, run_and_exit, seed_everything
 from megatron_lite.mesh import build_mesh
 from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import model_costs
@@ -43,13 +46,18 @@ from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.metrics import Metrics
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.profile import profiled
-from megatron_lite.training.resume import resume
+from megatron_lite.training.resume import check_same_data, resume
 from megatron_lite.training.signals import StopWatch
-from megatron_lite.training.trackers import build_tracker
+from megatron_lite.training.timers import Timers
+from megatron_lite.training.trackers import ProgressLog, build_tracker
 
 
 def pretrain(config: Config, environment: Environment, started: float) -> int:
     """Train from start or checkpoint to the end; returns the exit code."""
+    if config.checkpoint.ckpt_convert_format:
+        if environment.rank == 0:
+            print(f"written: {convert_checkpoint(config.checkpoint)}")
+        return 0
     with process_group(config, environment) as device:
         mesh = build_mesh(config, device)
         seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank)
@@ -74,6 +82,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         loss_scale = LossScale.from_config(config.precision)
         state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say)
         loss_scale.load_dict(state.loss_scale)
+        check_same_data(config, state, datasets.fingerprint)
         batches = BatchSchedule.from_config(config)
         if state.iteration >= batches.total_iterations and not config.training.skip_train:
             say(
@@ -88,12 +97,12 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
 
         stop = StopWatch(config.training, device, started)
         tracker = build_tracker(config, environment, state.wandb_run_id)
-        state.wandb_run_id = shared(tracker.wandb_run_id)
-        metrics = Metrics(config, device, environment.world_size, batches.total_iterations, tracker)
-        evaluators = {
-            kind: Evaluator(config, pipeline, mesh, sets, build_loader, stop.asked) if sets else None
-            for kind, sets in (("validation", datasets.valid), ("test", datasets.test))
-        }
+        state.wandb_run_id = from_first_rank(tracker.wandb_run_id)
+        timers, progress = Timers(config.logging, device), ProgressLog(config, environment)
+        metrics = Metrics(config, device, environment.world_size, batches.total_iterations, tracker, timers)
+        progress.started(state)
+        validation = Evaluator(config, pipeline, mesh, datasets.valid, build_loader, stop.asked)
+        test = Evaluator(config, pipeline, mesh, datasets.test, build_loader, stop.asked)
         reason = None
         if not config.training.skip_train:
             with profiled(config, environment.rank, device) as on_step:
@@ -106,23 +115,25 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
                     schedule=schedule,
                     batches=batches,
                     loader=build_loader(datasets.train, state.consumed_samples),
-                    validation=evaluators["validation"],
+                    validation=validation,
                     checkpointer=checkpointer,
                     metrics=metrics,
                     stop=stop,
                     state=state,
                     loss_scale=loss_scale,
+                    timers=timers,
+                    progress=progress,
                     on_step=on_step,
                 )
                 reason = trainer.run()
                 trainer.loader.close()
         if reason is not None:
             metrics.note(f"stopped after iteration {state.iteration}: {reason}")
-        for kind, evaluator in evaluators.items():
-            if evaluator is not None and reason is None:
-                evaluate_at_end(config, evaluator, kind, metrics, state)
-            if evaluator is not None:
-                evaluator.close()
+        else:
+            evaluate_at_end(config, validation, "validation", metrics, state)
+            evaluate_at_end(config, test, "test", metrics, state)
+        validation.close()
+        test.close()
         checkpointer.close()
         tracker.close()
     return 0
@@ -131,13 +142,6 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
 def node_builder(environment: Environment) -> Builder:
     """The first rank of each node builds index arrays, the others wait and read them."""
     return Builder(is_builder=environment.local_rank == 0, barrier=dist.barrier)
-
-
-def shared(value: str | None) -> str | None:
-    """Rank 0's value on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 if __name__ == "__main__":

@@ -73,6 +73,13 @@ def seed_everything(
         torch.backends.cudnn.benchmark = False
 
 
+def from_first_rank(value: str | None) -> str | None:
+    """Rank 0's value, on every rank (collective)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def run_and_exit(main: Callable[[], int], environment: Environment) -> None:
     """Run main and end the process with its exit code; never returns.
 

@@ -78,6 +78,11 @@ class Evaluator:
         self._batch_size = config.evaluation.eval_global_batch_size or config.training.global_batch_size
         self._loaders: dict[str, Loader] = {}
 
+    @property
+    def has_data(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self._datasets)
+
     def losses(self, earlier: int) -> dict[str, float] | None:
         """{name: mean token loss} of every set; earlier = evaluations before this one. None: asked to stop."""
         results = {}

@@ -15,6 +15,7 @@ from megatron_lite.data.loader import Loader
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.pipeline import Batch, Pipeline
 from megatron_lite.training.batch_size import BatchSchedule
+from megatron_lite.training.consistency import check_replicas
 from megatron_lite.training.evaluate import Evaluator, count_tokens, sum_loss
 from megatron_lite.training.gradients import (
     clip_gradients,
@@ -30,6 +31,8 @@ from megatron_lite.training.optimizer import set_schedule
 from megatron_lite.training.resume import checkpoint_tensors
 from megatron_lite.training.signals import StopWatch
 from megatron_lite.training.state import TrainState, random_state
+from megatron_lite.training.timers import Timers
+from megatron_lite.training.trackers import ProgressLog
 
 
 class NonFiniteError(RuntimeError):
@@ -48,12 +51,14 @@ class Trainer:
     schedule: Schedule
     batches: BatchSchedule
     loader: Loader
-    validation: Evaluator | None
+    validation: Evaluator
     checkpointer: Checkpointer
     metrics: Metrics
     stop: StopWatch
     state: TrainState
     loss_scale: LossScale
+    timers: Timers
+    progress: ProgressLog
     on_step: Callable[[int], None] = lambda iteration: None
     _nonfinite_in_a_row: int = 0
     _saved_iteration: int | None = field(default=None, init=False)
@@ -74,6 +79,7 @@ class Trainer:
             self.on_step(self.state.iteration)
             self.checkpointer.poll()
             self._give_up_if_nonfinite(result)
+            self._check_replicas()
             reason = self._evaluate_if_due() or self.stop.due(self.state.iteration)
             if self._save_is_due():
                 self.save()
@@ -87,7 +93,8 @@ class Trainer:
         state, started = self.state, time.perf_counter()
         batch_size = self.batches.global_batch_size(state.consumed_samples)
         microbatches = self.batches.num_microbatches(state.consumed_samples)
-        batch = self.loader.next_batch(batch_size)
+        with self.timers("batch-generator"):
+            batch = self.loader.next_batch(batch_size)
         waited = time.perf_counter() - started
         if state.iteration in self.config.training.iterations_to_skip:
             return self._skip(batch_size, started)
@@ -95,14 +102,8 @@ class Trainer:
         finite = math.isfinite(loss) and math.isfinite(norm)
         extras = self._extras()
         if finite:
-            clip_gradients(self.chunks, norm, self.config.optimizer.clip_grad)
-            at = state.schedule_samples
-            set_schedule(
-                self.optimizer,
-                lambda decoupled: self.schedule.learning_rate(at, decoupled),
-                self.schedule.weight_decay(at),
-            )
-            self.optimizer.step()
+            with self.timers("optimizer"):
+                self._update_weights(norm)
         self.optimizer.zero_grad(set_to_none=True)
         scale = self.loss_scale.scale
         self.loss_scale.update(finite)
@@ -123,13 +124,27 @@ class Trainer:
             extras=extras,
         )
 
+    def _update_weights(self, norm: float) -> None:
+        with self.timers("optimizer-clip"):
+            clip_gradients(self.chunks, norm, self.config.optimizer.clip_grad)
+        at = self.state.schedule_samples
+        set_schedule(
+            self.optimizer,
+            lambda decoupled: self.schedule.learning_rate(at, decoupled),
+            self.schedule.weight_decay(at),
+        )
+        with self.timers("optimizer-inner-step"):
+            self.optimizer.step()
+
     def _forward_backward(self, batch: Batch, microbatches: int) -> tuple[float, float]:
         """(mean token loss, gradient norm) of the global batch; gradients are ready, summed over all ranks."""
         tokens, scale = count_tokens(batch, self.mesh).clamp(min=1), self.loss_scale.scale
-        loss_sum = sum_loss(self.pipeline.train_step(batch, microbatches, scale / tokens), self.mesh)
-        if scale != 1:
-            scale_gradients(self.chunks, 1 / scale)
-        norm = gradient_norm(self.chunks, self.mesh)
+        with self.timers("forward-backward"):
+            loss_sum = sum_loss(self.pipeline.train_step(batch, microbatches, scale / tokens), self.mesh)
+        with self.timers("grads-reduce-norm"):
+            if scale != 1:
+                scale_gradients(self.chunks, 1 / scale)
+            norm = gradient_norm(self.chunks, self.mesh)
         # The one point of a step where the host waits for the device.
         loss, norm = torch.stack([loss_sum.float() / tokens, norm]).tolist()
         return loss, norm
@@ -186,7 +201,7 @@ class Trainer:
     def _evaluate_if_due(self) -> str | None:
         """Validate every --eval-interval steps; returns the reason when it was asked to stop on the way."""
         interval = self.config.evaluation.eval_interval
-        if self.validation is None or not interval or self.state.iteration % interval:
+        if not self.validation.has_data or not interval or self.state.iteration % interval:
             return None
         losses = self.validation.losses(self.state.iteration // interval - 1)
         if losses is None:
@@ -212,11 +227,17 @@ class Trainer:
         train_state = self.state.to_dict() | {"schedule": self.schedule.to_dict()}
         self.checkpointer.save(self.state.iteration, tensors, train_state, rank_state)
         self._saved_iteration = self.state.iteration
+        self.progress.saved(self.state)
         how = "writing in the background" if config.async_save else "saved"
         self.metrics.note(
             f"checkpoint of iteration {self.state.iteration} {how} in {config.save} "
             f"({time.perf_counter() - started:.2f} s)"
         )
+
+    def _check_replicas(self) -> None:
+        interval = self.config.training.check_weight_hash_across_dp_replicas_interval
+        if interval and self.state.iteration % interval == 0:
+            check_replicas(self.chunks, self.mesh, self.state.iteration)
 
     def _collect_garbage(self) -> None:
         training = self.config.training
@@ -231,6 +252,8 @@ def evaluate_at_end(
     config: Config, evaluator: Evaluator, kind: str, metrics: Metrics, state: TrainState
 ) -> None:
     """One more evaluation (kind: validation or test) when all steps are done; reads the batches that come next."""
+    if not evaluator.has_data:
+        return
     interval = config.evaluation.eval_interval
     losses = evaluator.losses(state.iteration // interval if interval and kind == "validation" else 0)
     if losses is not None:

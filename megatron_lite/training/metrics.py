@@ -12,6 +12,7 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.training.flops import flops_per_step, peak_flops
 from megatron_lite.training.state import TrainState
+from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import Tracker
 
 
@@ -43,7 +44,13 @@ class Metrics:
     """
 
     def __init__(
-        self, config: Config, device: torch.device, world_size: int, total_iterations: int, tracker: Tracker
+        self,
+        config: Config,
+        device: torch.device,
+        world_size: int,
+        total_iterations: int,
+        tracker: Tracker,
+        timers: Timers | None = None,
     ) -> None:
         """tracker: a no-op one on every rank but 0."""
         self._config = config
@@ -51,6 +58,7 @@ class Metrics:
         self._world_size = world_size
         self._total = total_iterations
         self._tracker = tracker
+        self._timers = timers or Timers(config.logging, device)
         self._steps: list[StepResult] = []
         self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._largest_loss = 0.0
@@ -65,6 +73,10 @@ class Metrics:
             self._tracker.track(self._record([result], state), state.iteration)
         if state.iteration % self._config.logging.log_interval == 0 or state.iteration == self._total:
             self._tracker.say(self.line(self._record(self._steps, state), state))
+            lines, seconds = self._timers.report(len(self._steps))
+            if lines:
+                self._tracker.say(lines)
+                self._tracker.track({"iteration": state.iteration, **seconds}, state.iteration)
             self._steps.clear()
 
     def _record(self, steps: list[StepResult], state: TrainState) -> dict[str, Any]:

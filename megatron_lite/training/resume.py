@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron_lite.checkpoint import Found, check_resumable
 from megatron_lite.checkpoint.checkpointer import Checkpointer
-from megatron_lite.config import Config
+from megatron_lite.config import Config, ConfigError
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.training.gradients import counted_parameters
 from megatron_lite.training.lr_schedule import Schedule, resumed_schedule
@@ -79,6 +79,25 @@ def resume(
     if not with_optimizer:
         say("--no-load-optim: the optimizer's state starts at zero, the learning rate goes on where it was")
     return state, resumed_schedule(config, kept["schedule"])
+
+
+def check_same_data(config: Config, state: TrainState, fingerprint: str | None) -> None:
+    """Refuse to go on when the training samples are others, or in another order, than before the checkpoint.
+
+    The flags may be equal and this differ: files that changed, or a longer run that needs more epochs (all epochs
+    are shuffled together, as in Megatron).
+
+    Raises:
+        ConfigError: unless --allow-data-change.
+    """
+    kept, state.data_fingerprint = state.data_fingerprint, fingerprint
+    changed = state.iteration and None not in (kept, fingerprint) and kept != fingerprint
+    if changed and not config.data.allow_data_change:
+        raise ConfigError(
+            f"the training samples differ from those before iteration {state.iteration}: the data files have "
+            "changed, or the run's new length takes another number of epochs and so another order; "
+            "--allow-data-change goes on all the same"
+        )
 
 
 def _load_tensors(

@@ -23,6 +23,7 @@ class TrainState:
     flops: float = 0.0
     loss_scale: dict[str, float] | None = None
     wandb_run_id: str | None = None
+    data_fingerprint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

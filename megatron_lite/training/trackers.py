@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from megatron_lite.config import Config
 from megatron_lite.environment import Environment, set_default
+from megatron_lite.training.state import TrainState
 
 Record = dict[str, Any]
 
@@ -141,6 +142,45 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+class ProgressLog:
+    """--log-progress: SAVE/progress.txt, a line at each start and save, as Megatron-LM writes it."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        on = config.logging.log_progress and config.checkpoint.save and environment.rank == 0
+        self._path = Path(config.checkpoint.save) / "progress.txt" if on else None
+        self._job = environment.slurm_job_id or environment.run_id or ""
+        self._num_processes = environment.world_size
+        self._started = time.monotonic()
+        self._flops_at_start: float | None = None
+
+    def append(self, text: str) -> None:
+        """Time, job, number of processes, text."""
+        if self._path is None:
+            return
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\tJob ID: {self._job}\t# GPUs: {self._num_processes}\t{text}\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            self._path = None
+            print(f"warning: --log-progress stops: {error}", flush=True)
+
+    def started(self, state: TrainState) -> None:
+        """The run (re)starts here."""
+        self._flops_at_start = state.flops
+        self.append(f"Starting job\tIteration: {state.iteration}")
+
+    def saved(self, state: TrainState) -> None:
+        """A checkpoint was saved."""
+        done = state.flops - (self._flops_at_start or 0.0)
+        rate = done / (time.monotonic() - self._started) / self._num_processes / 1e12
+        self.append(
+            f"Saved checkpoint\tIteration: {state.iteration}\tJob throughput: {rate:.3g} TFLOP/s/GPU\t"
+            f"Floating-point operations: {state.flops:.2e}\tTokens (in billions): {state.consumed_tokens / 1e9:.4g}"
+        )
 
 
 def build_tracker(config: Config, environment: Environment, run_id: str | None) -> Tracker:

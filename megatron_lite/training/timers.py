@@ -1,0 +1,81 @@
+"""Timers of the parts of a step, by Megatron's names and levels, told over all ranks."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config import LoggingConfig
+
+# Timer -> the --timing-log-level from which it is kept.
+LEVELS = {
+    "batch-generator": 1,
+    "forward-backward": 1,
+    "optimizer": 1,
+    "grads-reduce-norm": 2,
+    "optimizer-clip": 2,
+    "optimizer-inner-step": 2,
+}
+
+
+class Timers:
+    """Seconds spent in each part since the last report.
+
+    On a GPU a timer that is kept waits for the device at both ends, so levels 1 and 2 cost some overlap; level 0
+    keeps none and costs nothing.
+    """
+
+    def __init__(self, logging: LoggingConfig, device: torch.device) -> None:
+        self._level = logging.timing_log_level
+        self._option = logging.timing_log_option
+        self._device = device
+        self._seconds = {name: 0.0 for name, level in LEVELS.items() if level <= self._level}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block under this name, if its level is kept."""
+        if name not in self._seconds:
+            yield
+            return
+        self._wait()
+        started = time.perf_counter()
+        yield
+        self._wait()
+        self._seconds[name] += time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def report(self, num_steps: int) -> tuple[str, dict[str, float]]:
+        """(lines for the log, {"NAME-time": largest seconds a step}) and start anew; collective when any is kept.
+
+        --timing-log-option: minmax and max over the ranks, or all ranks' times.
+        """
+        if not self._seconds:
+            return "", {}
+        mine = torch.tensor([value / num_steps for value in self._seconds.values()], device=self._device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        table = torch.stack(every).mul(1000).tolist()  # [ranks][timers], milliseconds
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        columns = dict(zip(self._seconds, zip(*table)))
+        lines = [self._line(name, times) for name, times in columns.items()]
+        heads = {
+            "minmax": "(min, max) time across ranks (ms):",
+            "max": "max time across ranks (ms):",
+            "all": "times across ranks (ms):",
+        }
+        records = {f"{name}-time": max(times) / 1000 for name, times in columns.items()}
+        return "\n".join([heads[self._option], *lines]), records
+
+    def _line(self, name: str, times: tuple[float, ...]) -> str:
+        if self._option == "minmax":
+            shown = f"({min(times):.2f}, {max(times):.2f})"
+        elif self._option == "max":
+            shown = f"{max(times):.2f}"
+        else:
+            shown = " ".join(f"{rank}: {value:.2f}" for rank, value in enumerate(times))
+        return f"    {name} {'.' * (40 - len(name))}: {shown}"
