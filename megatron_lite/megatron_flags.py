@@ -22,8 +22,10 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--checkpoint-num-layers": ("--recompute-num-layers",),
     "--warmup": ("--lr-warmup-fraction",),
     "--persistent-save-interval": ("--save-interval",),
+    "--most-recent-k": ("--keep-last",),
     "--encoder-num-layers": ("--num-layers",),
     "--pad-vocab-size-to": ("--padded-vocab-size",),
+    "--tokenizer-name-or-path": ("--tokenizer-model",),
 }
 
 # Switches that set other fields: flag -> {field: value}.
@@ -34,6 +36,7 @@ SETS: dict[str, dict[str, object]] = {
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     },
+    "--torch-fsdp2-no-reshard-after-forward": {"reshard_after_forward": "never"},
 }
 # The same, where the field is not given already.
 SETS_UNLESS_GIVEN: dict[str, dict[str, object]] = {
@@ -50,8 +53,12 @@ _ACCEPTED: dict[str, str] = {
         "--no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --use-persistent-ckpt-worker "
         "--async-strategy= --async-ckpt-use-cpu-shm --load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014 "
         "--no-use-tokenizer-model-from-checkpoint-args --use-tokenizer-model-from-checkpoint-args "
-        "--ckpt-convert-update-legacy-dist-opt-format"
+        "--ckpt-convert-update-legacy-dist-opt-format --ckpt-load-validate-sharding-integrity "
+        "--no-ckpt-load-validate-sharding-integrity --dist-ckpt-workers= --async-ckpt-use-cached-structure "
+        "--strict-fsdp-dtensor-load --no-strict-fsdp-dtensor-load --enable-msc --disable-msc "
+        "--distrib-optim-fully-reshardable-mem-efficient --dump-param-to-param-group-map="
     ),
+    "a checkpoint loads in any layout: the flags say which": "--use-mp-args-from-checkpoint-args",
     "FSDP2 shards weights, gradients and optimizer state, and overlaps its communication, by itself": (
         "--use-distributed-optimizer --use-torch-fsdp2 --use-megatron-fsdp --overlap-grad-reduce "
         "--overlap-param-gather --overlap-param-gather-with-optimizer-step --ddp-average-in-collective "
@@ -60,7 +67,10 @@ _ACCEPTED: dict[str, str] = {
         "--no-align-param-gather --fsdp-double-buffer --fsdp-manual-registration --suggested-communication-unit-size= "
         "--DDP-impl= --use-contiguous-buffers-in-local-ddp --no-contiguous-buffers-in-local-ddp "
         "--keep-fp8-transpose-cache-when-using-custom-fsdp --use-custom-fsdp --gradient-reduce-div-fusion "
-        "--no-gradient-reduce-div-fusion --outer-dp-sharding-strategy=no_shard"
+        "--no-gradient-reduce-div-fusion --fsdp-manual-registration-bytes= --enable-full-sharding-in-hsdp "
+        "--no-shard-embeddings --no-pin-cpu-grads --no-pin-cpu-params "
+        "--ddp-reduce-scatter-with-fp32-accumulation --megatron-fsdp-use-decoupled-grad "
+        "--fsdp-db-use-persist-buf-on-alloc-fail --gradient-reduce-div-factor=1 --outer-dp-sharding-strategy=no_shard"
     ),
     "main weights, gradients and optimizer state are fp32": (
         "--megatron-fsdp-main-params-dtype=fp32|auto --megatron-fsdp-main-grads-dtype=fp32|auto "
@@ -75,7 +85,7 @@ _ACCEPTED: dict[str, str] = {
         "--no-persist-layer-norm --no-gradient-accumulation-fusion --cross-entropy-fusion-impl= "
         "--apply-rope-fusion --use-fused-rmsnorm --use-rotary-position-embeddings-fusion --use-te-activation-func "
         "--memory-efficient-layer-norm --no-memory-efficient-layer-norm --fused-residual-rmsnorm "
-        "--use-transformer-engine-op-fuser"
+        "--use-transformer-engine-op-fuser --use-fused-weighted-squared-relu --no-te-rms-norm"
     ),
     "softmax, rotation and loss are computed in fp32, the residual in the format of the run": (
         "--fp32-residual-connection --embedding-weights-in-fp32 --rotary-position-embeddings-in-fp32 "
@@ -97,7 +107,7 @@ _ACCEPTED: dict[str, str] = {
     ),
     "NCCL on GPUs, gloo on CPUs": "--distributed-backend=nccl|gloo",
     "process groups and NCCL are set up by torch": (
-        "--disable-gloo-process-groups --enable-gloo-process-groups --high-priority-stream-groups=+ --use-nccl-ub "
+        "--disable-gloo-process-groups --enable-gloo-process-groups --high-priority-stream-groups=* --use-nccl-ub "
         "--nccl-ub --nccl-communicator-config-path= --use-sharp --sharp-enabled-group= "
         "--disable-symmetric-registration --create-all-gather-group --lazy-mpu-init="
     ),
@@ -112,14 +122,17 @@ _ACCEPTED: dict[str, str] = {
     ),
     "data is read in the indexed format, memory-mapped": (
         "--data-impl=mmap|infer --mmap-warmup --num-dataset-builder-threads= --legacy-tokenizer "
-        "--mid-level-dataset-surplus=0.005 --exit-signal-handler-for-dataloader"
+        "--mid-level-dataset-surplus=0.005 --exit-signal-handler-for-dataloader "
+        "--object-storage-cache-path= --defer-npy-index-mmap --fast-cache-load"
     ),
     "a non-finite step is skipped and counted on all ranks": "--rerun-mode= --result-rejected-tracker-filename=",
     "the log says what each step took, on every rank": (
         "--log-straggler --disable-straggler-on-startup --straggler-ctrlr-port= --straggler-minmax-count= "
         "--no-barrier-with-level-1-timing --barrier-with-L1-time --enable-one-logger --no-one-logger "
         "--one-logger-project= --one-logger-run-name= --one-logger-entity= --one-logger-async --app-tag-run-name= "
-        "--app-tag-run-version="
+        "--app-tag-run-version= --log-interval-straggler= --distributed-timeout-seconds-after-init= "
+        "--flight-recorder-dump-path= --nccl-flight-recorder --run-workload-inspector-server "
+        "--workload-inspector-server-port= --log-level= --log-level-replica= --codecarbon-dir="
     ),
     "learning rate, batch and world size, loss scale, throughput and memory are always logged": (
         "--log-batch-size-to-tensorboard --log-world-size-to-tensorboard --log-learning-rate-to-tensorboard "
@@ -133,13 +146,25 @@ _ACCEPTED: dict[str, str] = {
         "--pytorch-profiler-collect-chakra --nvtx-ranges --record-memory-history --memory-snapshot-path="
     ),
     "the launcher restarts a run, which then resumes by itself": (
-        "--adlr-autoresume --adlr-autoresume-interval= --enable-ft-package --calc-ft-timeouts --inprocess-restart"
+        "--adlr-autoresume --adlr-autoresume-interval= --enable-ft-package --calc-ft-timeouts --inprocess-restart "
+        "--inprocess-max-iterations= --inprocess-monitor-thread-interval= --inprocess-monitor-process-interval= "
+        "--inprocess-progress-watchdog-interval= --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout= "
+        "--inprocess-soft-timeout= --inprocess-hard-timeout= --inprocess-barrier-timeout= "
+        "--inprocess-completion-timeout= --inprocess-last-call-wait= --inprocess-termination-grace-time= "
+        "--inprocess-granularity= --inprocess-active-world-size= --inprocess-empty-cuda-cache"
     ),
     "gelu is its tanh form here": "--openai-gelu",
+    "the tokenizer's files say all that is needed": (
+        "--trust-remote-code --tokenizer-hf-use-fast --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy "
+        "--no-tokenizer-sentencepiece-legacy --tokenizer-hf-no-include-special-tokens --tokenizer-special-tokens=+ "
+        "--no-trust-remote-code"
+    ),
+    "no token is taken for padding": "--allow-ambiguous-pad-tokens",
     "the default here": (
         "--softmax-type=vanilla --attention-mask-type=causal --exit-signal=SIGTERM|15 "
         "--rotary-seq-len-interpolation-factor=1 --te-rng-tracker --no-initialization --no-manual-gc-eval "
-        "--train-sync-interval= --config-logger-dir= --onnx-safe= --glu-activation=swiglu"
+        "--train-sync-interval= --config-logger-dir= --onnx-safe= --glu-activation=swiglu "
+        "--rope-type=rope --abort-on-unmet-fused-kernel-constraints"
     ),
 }
 
@@ -154,10 +179,12 @@ _REFUSED: dict[str, str] = {
         "--max-seqlen-per-cp-rank"
     ),
     "mixture of experts is not supported: this trains dense models": (
-        "--num-experts --use-tutel --router-aux-loss-coef --expert-interval --topk --mlp-type"
+        "--num-experts --use-tutel --router-aux-loss-coef --expert-interval --topk --mlp-type "
+        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --create-moe-param-group"
     ),
     "multi-latent attention is not supported: use multi-head or grouped-query attention": (
         "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
+        "--cache-mla-latents "
         "--mscale --mscale-all-dim --beta-fast --beta-slow --rotary-scaling-factor --original-max-position-embeddings"
     ),
     "multimodal and vision models are not supported: this trains text models": (
@@ -182,7 +209,8 @@ _REFUSED: dict[str, str] = {
         "--sft --padding-from-hf --load-teacher --logits-save-interval"
     ),
     "state-space and hybrid models are not supported: this trains transformers": (
-        "--is-hybrid-model --spec --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json"
+        "--is-hybrid-model --disable-mamba-mem-eff-path "
+        "--spec --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json"
     ),
     "multi-token prediction is not supported": "--use-multi-token-prediction",
     "sparse and linear attention are not supported: --window-size gives a sliding window": (
@@ -210,13 +238,28 @@ _REFUSED: dict[str, str] = {
         "--zero-stage --no-pipeline-parallel --checkpoint-in-cpu --contigious-checkpointing --synchronize-each-layer "
         "--ds-sequence-parallel-size --universal-checkpoint --ds-inference"
     ),
+    'name the sets in --per-split-data-args-path: {"valid": {"name": ["prefix"]}}': (
+        "--multiple-validation-sets --train-weighted-split-paths --valid-weighted-split-paths "
+        "--test-weighted-split-paths --train-weighted-split-paths-path --valid-weighted-split-paths-path "
+        "--test-weighted-split-paths-path"
+    ),
+    "use --qk-layernorm": "--qk-l2-norm",
+    "use --iterations-to-skip": "--skip-train-iteration-range",
+    "use --exit-signal-handler: a signal stops a run, saved": "--kill-switch-path",
+    "relative positions are not supported: use --position-embedding-type rope": "",
+    "TikTokenizer has Megatron's seven special tokens: leave it out": "--tiktoken-special-tokens",
+    "rehearse with --dry-run, plan with --check": "--fake-process-group --simulate-global-step --execute-mode",
+    "use --recompute-granularity with --recompute-modules, or --fsdp-cpu-offload": (
+        "--fine-grained-activation-offloading --offload-modules"
+    ),
     "weights of a normal AdamW: decay is decoupled from the gradient": "--no-decoupled-weight-decay",
 }
 
 # How the names of a whole kind begin -> the beginning of its reason above.
 _KINDS: dict[str, str] = {
-    "--fp8 --fp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --te-precision "
-    "--kitchen- --use-kitchen --quant --modelopt-": "FP8 and FP4",
+    "--fp8 --fp4 --no-fp8 --first-last-layers-bf16 --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
+    "--te-precision --kitchen- --use-kitchen --quant --modelopt- --reuse-grad-buf-for-mxfp8 "
+    "--keep-fp8-transpose-cache": "FP8 and FP4",
     "--cuda-graph-": "CUDA graphs",
     "--mup-": "muP",
     "--error-injection-": "the self test",
@@ -231,6 +274,7 @@ _KINDS: dict[str, str] = {
     "--sft- --kd- --teacher- --export- --lora- --peft-": "instruction",
     "--mamba- --hybrid- --ssm- --rwkv-": "state-space",
     "--mtp-": "multi-token",
+    "--relative-attention- --alibi": "relative positions",
     "--linear-attention --linear-key --linear-value --linear-num --linear-conv --experimental-attention --dsa- "
     "--sparse-": "sparse and linear",
     "--optimizer-offload --cpu-offloading": "use --fsdp-cpu-offload",
