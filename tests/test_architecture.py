@@ -22,6 +22,7 @@ PURE = [
     "cross_checks",
     "input_checks",
     "schedule_checks",
+    "parallel.miniature",
     "parallel.partition",
     "parallel.schedule",
     "model.costs",
@@ -29,6 +30,7 @@ PURE = [
     "training.lr_schedule",
     "training.batch_size",
     "training.flops",
+    "training.loss_scale",
     "training.run_report",
 ]
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "manager", "misc"}

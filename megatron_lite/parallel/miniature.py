@@ -9,19 +9,13 @@ from dataclasses import replace
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.model.costs import model_costs
-from megatron_lite.model.vocabulary import with_vocabulary
 from megatron_lite.parallel.schedule import check_microbatches
 
-VOCABULARY = 1000  # of a run whose tokenizer is not read
+VOCABULARY = 1000
 HEAD_WIDTH = 16
 HIDDEN = 96
 FEED_FORWARD = 160
 SEQUENCE = 64
-
-
-def with_any_vocabulary(config: Config) -> Config:
-    """The config with a vocabulary size, for a run that trains on random tokens and reads no tokenizer."""
-    return with_vocabulary(config, config.model.vocab_size or VOCABULARY)
 
 
 def miniature(config: Config, max_parameters: int, max_tokens: int) -> Config:

@@ -14,7 +14,7 @@ from megatron_lite.environment import Environment
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel import pipeline as pipeline_module
-from megatron_lite.parallel.miniature import miniature, with_any_vocabulary
+from megatron_lite.parallel.miniature import miniature
 from megatron_lite.parallel.tied import TiedWeights
 from megatron_lite.training import gradients as gradients_module
 from tests.ranks import run_ranks
@@ -32,7 +32,7 @@ LAYOUT = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-ran
 
 def config_of(flags, world_size=4):
     config = parse_arguments(flags.split(), Environment(world_size=world_size, launched=True))
-    return verify_parity.comparable(with_any_vocabulary(config), "fp32")
+    return verify_parity.comparable(verify_parity.with_any_vocabulary(config), "fp32")
 
 
 def _verify(config, fault=None):
@@ -181,7 +181,9 @@ def test_a_large_run_keeps_its_layout_and_loses_its_size():
         --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2
         --tensor-model-parallel-size 4 --sequence-parallel --swiglu --position-embedding-type rope --mock-data
     """
-    given = with_any_vocabulary(parse_arguments(flags.split(), Environment(world_size=64, launched=True)))
+    given = verify_parity.with_any_vocabulary(
+        parse_arguments(flags.split(), Environment(world_size=64, launched=True))
+    )
     small = miniature(given, 20_000_000, 16_384)
     assert small.parallel == replace(given.parallel, recompute_num_layers=small.parallel.recompute_num_layers)
     assert small.model.num_layers == 16 + 30 % 8  # still uneven over 8 stages
