@@ -45,7 +45,7 @@ def words_of(items, values):
 
 BASE = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --global-batch-size 48 --train-iters 40 --lr 1e-2 --mock-data --vocab-size 60 --check --world-size 12"""
-QUICK = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def answer(words):
