@@ -12,6 +12,15 @@ from megatron_lite.parallel.schedule import check_microbatches, runnable_schedul
 from megatron_lite.schedule_checks import check_learning_rate, check_length, check_weight_decay
 from megatron_lite.training.batch_size import BatchSchedule
 
+# What these flags ask for is so with and without them.
+_ALWAYS_SO = {
+    "calculate_per_token_loss": "the loss is the mean over the batch's unmasked tokens",
+    "init_model_with_meta_device": "a model is built on the meta device",
+    "use_cpu_initialization": "initial weights are drawn on the CPU, the same in every layout",
+    "cp_comm_type": "context ranks gather keys and values, whatever it says; the result is the same",
+    "test_mode": "a run's own checks are always on",
+}
+
 
 def check_ranges(config: Config) -> None:
     """Raise ConfigError for a number outside the limits that its field states."""
@@ -267,7 +276,11 @@ def _idle_flags(config: Config) -> list[str]:
         ("without --manual-gc", config.training.manual_gc, ("manual_gc_interval",)),
         ("without --profile", config.logging.profile, ("profile_step_start", "profile_step_end")),
     )
-    notes = []
+    notes = [
+        f"--{name.replace('_', '-')} changes nothing: {reason}"
+        for name, reason in _ALWAYS_SO.items()
+        if name in config.given
+    ]
     for reason, there, names in conditions:
         idle = [f"--{name.replace('_', '-')}" for name in names if name in config.given]
         if idle and not there:

@@ -376,12 +376,15 @@ def test_a_step_schedule_wins_over_the_batch_size():
 
 
 def test_idle_flags_are_noted():
-    notes = config_of("--save-interval 5 --wandb-exp-name x --loss-scale 8 --sequence-parallel").notes
+    notes = config_of(
+        "--save-interval 5 --wandb-exp-name x --loss-scale 8 --sequence-parallel --use-cpu-initialization"
+    ).notes
     for text in (
         "--save-interval does nothing without --save",
         "--wandb-exp-name does nothing without --wandb-project",
         "--loss-scale does nothing without --fp16",
         "--sequence-parallel has no effect: --tensor-model-parallel-size is 1",
+        "--use-cpu-initialization changes nothing: initial weights are drawn on the CPU, the same in every layout",
     ):
         assert text in notes
 
