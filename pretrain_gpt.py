@@ -60,7 +60,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         return 0
     with process_group(config, environment) as device:
         mesh = build_mesh(config, device)
-        seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank)
+        seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank, mesh.rank("cp"), mesh.rank("tp"))
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         config = with_vocabulary(config, tokenizer.vocab_size)
         say = print if environment.rank == 0 else lambda line: None
@@ -81,6 +81,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         checkpointer = Checkpointer(config, mesh.host_group, layout, mesh.coordinates, tokenizer.files())
         loss_scale = LossScale.from_config(config.precision)
         state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say)
+        checkpointer.overlap_copy_with(optimizer)
         loss_scale.load_dict(state.loss_scale)
         check_same_data(config, state, datasets.fingerprint)
         batches = BatchSchedule.from_config(config)

@@ -174,6 +174,25 @@ def test_background_saves_keep_their_step_and_flat_memory(tmp_path):
         assert values.shape == (4_000_000,) and (values == step).all(), "the state of its step"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_background_save_from_a_gpu_keeps_its_step(tmp_path, overlap):
+    weight = torch.zeros(50_000_000, device="cuda")
+    saver, optimizer = checkpointer(tmp_path, async_save=True), torch.optim.SGD([weight], lr=1.0)
+    if overlap:
+        saver.overlap_copy_with(optimizer)
+    for step in range(1, 4):
+        weight.fill_(step)
+        saver.save(step, {"weight": weight}, {}, {})
+        optimizer.step()
+        weight.fill_(-1)
+        saver.close()
+        target = torch.zeros_like(weight)
+        saver.load(saver.find(), {"weight": target})
+        assert (target == step).all()
+
+
 def test_the_copy_may_overlap_with_the_next_step_but_not_with_the_update(tmp_path, monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
