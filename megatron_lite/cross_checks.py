@@ -6,7 +6,13 @@
 from dataclasses import fields
 
 from megatron_lite.config import CONCERNS, Config, ConfigError, refuse_together
-from megatron_lite.input_checks import check_checkpoint, check_data_source, check_logging, missing_files
+from megatron_lite.input_checks import (
+    check_checkpoint,
+    check_data_source,
+    check_logging,
+    check_not_empty,
+    missing_files,
+)
 from megatron_lite.parallel.partition import check_split
 from megatron_lite.parallel.schedule import check_microbatches, runnable_schedule
 from megatron_lite.schedule_checks import check_learning_rate, check_length, check_weight_decay
@@ -59,6 +65,7 @@ def check_config(config: Config) -> list[str]:
         _check_pipeline,
         check_learning_rate,
         check_weight_decay,
+        check_not_empty,
         check_data_source,
         check_checkpoint,
         check_logging,

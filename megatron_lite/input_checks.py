@@ -1,9 +1,19 @@
 """Checks of where things come from and go to: data, tokenizer, checkpoints, logs; and whether the files are there."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, refuse_together
+
+
+def check_not_empty(config: Config) -> None:
+    """A script's unset variable (--load "$DIR") must not quietly mean: no checkpoint, no data."""
+    for concern in (config.checkpoint, config.data):
+        for item in fields(concern):
+            if getattr(concern, item.name) == "":
+                flag = "--" + item.name.replace("_", "-")
+                raise ConfigError(f"{flag} is empty: give it a value or leave it out")
 
 
 def check_data_source(config: Config) -> None:

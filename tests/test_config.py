@@ -227,6 +227,8 @@ CONTRADICTIONS = [
         1,
         ["--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler"],
     ),
+    ("--load=", 1, ["--load is empty"]),
+    ("--tokenizer-type Llama2Tokenizer --tokenizer-model=", 1, ["--tokenizer-model is empty"]),
     ("--log-progress", 1, ["--log-progress", "--save"]),
     (
         "--profile --profile-step-start 9 --profile-step-end 9",
