@@ -120,3 +120,14 @@ def test_the_error_of_the_rank_that_failed_is_shown(prefix, tmp_path):
     assert done.returncode != 0
     assert ".bin" in done.stderr
     assert "wanted" in done.stderr
+
+
+def test_wandb_offline_goes_on_with_the_same_run(prefix, tmp_path):
+    common = f"--save {tmp_path}/ckpt --load {tmp_path}/ckpt --wandb-project test --wandb-save-dir {tmp_path}"
+    for part in ("--exit-interval 2 --train-iters 4", "--train-iters 4"):
+        done = run_alone(flags(prefix, common, part))
+        assert done.returncode == 0, done.stderr
+        assert "wandb cannot be used" not in done.stdout
+    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert len({name.rsplit("-", 1)[1] for name in runs}) == 1, "one run id"
