@@ -66,7 +66,6 @@ class CommandConfig:
     dry_run: bool = flag(False, "ours: rehearse a step as one rank without devices, and stop")
     rank: int = flag(0, "ours: the rank that --dry-run rehearses", minimum=0)
     all_stages: bool = flag(False, "ours: --dry-run for one rank of each pipeline stage")
-    timeline: bool = flag(False, "ours: --check prints the pipeline's timetable")
 
     @property
     def planning(self) -> bool:

@@ -1,7 +1,5 @@
 """What a run will be, as text: `pretrain_gpt.py --check --world-size N FLAGS`. Imports no torch."""
 
-import math
-
 from megatron_lite.config import Config
 from megatron_lite.model.costs import ModelCosts, model_costs
 from megatron_lite.model.vocabulary import with_vocabulary
@@ -14,10 +12,8 @@ from megatron_lite.parallel.partition import (
     stage_parameters,
 )
 from megatron_lite.parallel.schedule import (
-    Action,
     DeadlockError,
     StageTimes,
-    Timeline,
     build_schedule,
     peak_in_flight,
     runnable_schedule,
@@ -28,12 +24,11 @@ from megatron_lite.training.flops import flops_per_step
 from megatron_lite.training.lr_schedule import Schedule
 
 # Vocabularies that the tokenizer's type alone tells.
-_KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 # fp32 weight, gradient, and Adam's two averages (sgd and muon keep less).
 _BYTES_PER_PARAMETER = 16
 _MOST_ACTIONS = 400_000
 _PLOT_WIDTH, _PLOT_HEIGHT = 64, 10
-_TIMETABLE_WIDTH = 180
 
 
 def describe_run(config: Config) -> str:
@@ -60,7 +55,7 @@ def _with_known_vocabulary(config: Config) -> tuple[Config, str]:
         size += 1  # its end of document
     assumed = size is None and config.model.padded_vocab_size is None
     if size is None:
-        size = config.model.padded_vocab_size or _KNOWN_VOCABULARIES.get(kind)
+        size = config.model.padded_vocab_size or KNOWN_VOCABULARIES.get(kind)
     if size is None:
         # Rows that are not there: the tokenizer's files, which a check does not open, decide about them.
         config = with_vocabulary(config, 0)
@@ -138,39 +133,10 @@ def _pipeline(config: Config, plans: list[StagePlan], costs: ModelCosts, microba
         raise AssertionError(f"the schedule cannot be run: {error}") from error
     flight = ", ".join(f"{peak_in_flight(actions):g}" for actions in schedule[:8])
     more = ", ..." if size > 8 else ""
-    lines = [
+    return [
         f"  bubble       {timeline.bubble_fraction:.1%} of the ranks' time, by counted FLOPs and free communication",
         f"  in flight    {flight}{more} microbatches' activations at most, by rank (of one chunk each)",
     ]
-    if config.command.timeline:
-        lines += ["", *timetable(timeline)]
-    return lines
-
-
-def timetable(timeline: Timeline) -> list[str]:
-    """One line a rank: each action drawn as long as it takes; microbatches by their last digit, idle time as dots.
-
-    Forward is written plainly, backward in brackets where there is room: 0 1 2 then <0> <1>; weight gradients as w.
-    """
-    shortest = min(event.end - event.start for rank in timeline.events for event in rank)
-    scale = min(3.0 / shortest, _TIMETABLE_WIDTH / timeline.seconds)
-    lines = []
-    for rank, events in enumerate(timeline.events):
-        row = ["."] * math.ceil(timeline.seconds * scale)
-        for event in events:
-            first, last = round(event.start * scale), round(event.end * scale)
-            row[first:last] = _drawn(event.action, last - first)
-        lines.append(f"  rank {rank:<3} {''.join(row)}")
-    return lines
-
-
-def _drawn(action: Action, width: int) -> list[str]:
-    digit = str(action.microbatch % 10)
-    if action.kind == "W":
-        return ["w"] * width
-    if action.kind == "F" or width < 3:
-        return [digit] * width
-    return ["<", *digit * (width - 2), ">"]
 
 
 def _length(config: Config, batches: BatchSchedule) -> str:

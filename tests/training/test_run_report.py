@@ -12,8 +12,7 @@ from megatron_lite.arguments import parse_arguments
 from megatron_lite.environment import Environment
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.vocabulary import with_vocabulary
-from megatron_lite.parallel.schedule import schedule_timeline
-from megatron_lite.training.run_report import describe_run, timetable
+from megatron_lite.training.run_report import describe_run
 
 ROOT = Path(__file__).parents[2]
 BASE = """--num-layers 8 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32
@@ -100,15 +99,6 @@ def test_the_curve_shows_the_schedule():
 
 def test_a_run_of_nothing():
     assert "no steps" in report("--vocab-size 127 --train-iters 0 --lr-warmup-iters 0")
-
-
-def test_timetable():
-    """Two ranks, 1F1B, backward twice the forward: three characters and six; worked out by hand."""
-    assert timetable(schedule_timeline("1f1b", 2, 2)) == [
-        "  rank 0   000111......<0000>...<1111>",
-        "  rank 1   ...000<0000>111<1111>......",
-    ]
-    assert "rank 1   ..." in report("--vocab-size 127 --pipeline-model-parallel-size 2 --timeline")
 
 
 def test_the_program_prints_it_and_imports_no_torch():
