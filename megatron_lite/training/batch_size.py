@@ -121,8 +121,6 @@ def ramp_up_steps(start: int, increment: int, ramp_samples: int, final: int) -> 
         first = -(-number * ramp_samples // count)
         while int(first / part) < number and first <= ramp_samples:
             first += 1
-        while int((first - 1) / part) >= number:
-            first -= 1
         steps.append((first, start + number * increment))
     return _last_of_each(steps)
 
