@@ -225,12 +225,13 @@ class Trainer:
         rank_state = {} if config.no_save_rng else random_state(self.mesh.device)
         tensors = checkpoint_tensors(self.chunks, None if config.no_save_optim else self.optimizer)
         train_state = self.state.to_dict() | {"schedule": self.schedule.to_dict()}
-        self.checkpointer.save(self.state.iteration, tensors, train_state, rank_state)
+        if not self.checkpointer.save(self.state.iteration, tensors, train_state, rank_state):
+            return  # it has said why; the next due step, or the end, tries again
         self._saved_iteration = self.state.iteration
         self.progress.saved(self.state)
-        how = "writing in the background" if config.async_save else "saved"
+        how = "is being written to" if config.async_save else "saved in"
         self.metrics.note(
-            f"checkpoint of iteration {self.state.iteration} {how} in {config.save} "
+            f"checkpoint of iteration {self.state.iteration} {how} {config.save} "
             f"({time.perf_counter() - started:.2f} s)"
         )
 
