@@ -80,6 +80,7 @@ def _idle_share(config, microbatches):
     return min(shares[1:])
 
 
+@pytest.mark.slow  # it measures time: right on a quiet machine, not where other work runs beside it
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2)])
 def test_idle_share_is_the_theory_s(schedule, chunks):
     """(p-1) / (v m + p-1) for p ranks, v chunks a rank, m microbatches; within a tenth of it."""
