@@ -46,6 +46,7 @@ from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.metrics import Metrics
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.profile import profiled
+from megatron_lite.training.rehearsal import rehearse
 from megatron_lite.training.resume import check_same_data, resume
 from megatron_lite.training.signals import StopWatch
 from megatron_lite.training.timers import Timers
@@ -66,7 +67,9 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         say = print if environment.rank == 0 else lambda line: None
         for note in config.notes:
             say(f"note: {note}")
-        datasets = build_datasets(config, tokenizer, sample_counts(config), node_builder(environment), say)
+        # The first rank of each node builds index arrays, the others wait and read them.
+        builder = Builder(is_builder=environment.local_rank == 0, barrier=dist.barrier)
+        datasets = build_datasets(config, tokenizer, sample_counts(config), builder, say)
 
         def build(stage: StagePlan) -> GPTChunk:
             return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
@@ -140,10 +143,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
     return 0
 
 
-def node_builder(environment: Environment) -> Builder:
-    """The first rank of each node builds index arrays, the others wait and read them."""
-    return Builder(is_builder=environment.local_rank == 0, barrier=dist.barrier)
-
-
 if __name__ == "__main__":
+    if CONFIG.command.dry_run:
+        run_and_exit(lambda: rehearse(CONFIG), ENVIRONMENT)
     run_and_exit(lambda: pretrain(CONFIG, ENVIRONMENT, STARTED), ENVIRONMENT)

@@ -1,0 +1,347 @@
+"""`pretrain_gpt.py FLAGS --dry-run --world-size N --rank R`: the run's own code as one rank of N, with fake tensors.
+
+Fake tensors have shapes and no values, and torch's fake process group answers at once: the mesh, the chunks, the
+pipeline, the optimizer and the trainer's step are the real ones, and raise what the real job would raise.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_lite.config import Config, ConfigError
+from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.distributed import seed_everything
+from megatron_lite.mesh import ParallelMesh, build_mesh
+from megatron_lite.mesh_sizes import AXES, mesh_sizes
+from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.parallel.parallelize import build_chunks
+from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
+from megatron_lite.parallel.pipeline import Batch, Pipeline
+from megatron_lite.training.accounting import (
+    ACTIVATIONS,
+    GATHERED,
+    KEPT,
+    OPTIMIZER,
+    PARAMETERS,
+    WORKSPACE,
+    Accounting,
+    Message,
+    bytes_of,
+)
+from megatron_lite.training.batch_size import BatchSchedule
+from megatron_lite.training.loop import Trainer
+from megatron_lite.training.loss_scale import LossScale
+from megatron_lite.training.lr_schedule import Schedule
+from megatron_lite.training.optimizer import build_optimizer, named_state
+from megatron_lite.training.run_report import KNOWN_VOCABULARIES
+from megatron_lite.training.state import TrainState
+from megatron_lite.training.timers import Timers
+
+STEPS = 2  # the first makes the optimizer's state and the receive buffers, the second is a step like any later one
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank holds, in bytes, and what it sends in one step.
+
+    Args:
+        gradients: the shards that the optimizer reads.
+        activations: the most that forward passes had left for backward passes at one moment.
+        peak_parts: purpose -> bytes at the moment of the peak; they add up to `peak`.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    stages: list[StagePlan]
+    microbatches: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int
+    activations: int
+    peak: int
+    peak_parts: dict[str, int]
+    messages: list[Message]
+    seconds: float
+    notes: list[str]
+
+
+def rehearse(config: Config) -> int:
+    """Print the rehearsal of --rank, or with --all-stages of one rank of each pipeline rank; the exit code.
+
+    Raises:
+        ConfigError: a flag that does not fit, or that a rehearsal cannot follow.
+        Exception: whatever the real job would raise on that rank.
+    """
+    for rank in ranks_to_rehearse(config):
+        try:
+            print(describe(rehearse_rank(config, rank), config), flush=True)
+        except ConfigError:
+            raise
+        except Exception as error:
+            error.add_note(f"(--dry-run: rank {rank} of {config.parallel.world_size:,} would stop with this)")
+            raise
+    return 0
+
+
+def ranks_to_rehearse(config: Config) -> list[int]:
+    """--rank, or the ranks that differ from it in nothing but the pipeline axis."""
+    rank, world = config.command.rank, config.parallel.world_size
+    if rank >= world:
+        raise ConfigError(
+            f"--rank {rank} is not one of the {world:,} ranks of --world-size (0 to {world - 1:,})"
+        )
+    if not config.command.all_stages:
+        return [rank]
+    stride = world // config.parallel.pipeline_model_parallel_size
+    return list(range(rank % stride, world, stride))
+
+
+def rehearse_rank(config: Config, rank: int) -> Rehearsal:
+    """Run STEPS optimizer steps as this rank and count."""
+    started = time.perf_counter()
+    config, notes = prepare(config)
+    with fake_world(rank, config.parallel.world_size):
+        mesh = build_mesh(config, torch.device("cpu"))
+        accounting = ValuelessAccounting(mesh, config)
+        with FakeTensorMode(allow_non_fake_inputs=True), accounting:
+            return _run(config, rank, mesh, accounting, started, notes)
+
+
+def prepare(config: Config) -> tuple[Config, list[str]]:
+    """The config as it is rehearsed, with its vocabulary, and what a user should know about the difference.
+
+    Raises:
+        ConfigError: nothing tells the size of the vocabulary.
+    """
+    notes = []
+    config = replace(
+        with_vocabulary(config, _vocabulary(config)),
+        # Nothing is read or written: a group of hosts and a stored state would be for that.
+        checkpoint=replace(config.checkpoint, save=None, load=None, pretrained_checkpoint=None),
+        training=replace(config.training, iterations_to_skip=()),
+        logging=replace(config.logging, log_num_zeros_in_grad=False, log_params_norm=False),
+    )
+    if config.parallel.compile:
+        notes.append("without --compile: its fused kernels hold less than what is counted here")
+        config = replace(config, parallel=replace(config.parallel, compile=False))
+    if config.data.reset_attention_mask and config.parallel.context_parallel_size == 1:
+        notes.append("without --reset-attention-mask: its block masks come to the activations")
+        config = replace(config, data=replace(config.data, reset_attention_mask=False))
+    if config.parallel.fsdp_cpu_offload:
+        notes.append("--fsdp-cpu-offload: parameters, gradients and optimizer state lie in the host's memory")
+    return config, notes
+
+
+def _vocabulary(config: Config) -> int:
+    """The tokenizer's size, or where its files cannot be read what the flags tell."""
+    model = config.model
+    try:
+        if config.data.tokenizer_type is not None:
+            return build_tokenizer(config.data, model.vocab_size).vocab_size
+    except ConfigError:
+        pass
+    size = model.vocab_size or KNOWN_VOCABULARIES.get(config.data.tokenizer_type) or model.padded_vocab_size
+    if size is None:
+        raise ConfigError("--dry-run does not know the size of the vocabulary: add --vocab-size N")
+    return size
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """torch.distributed as one rank of a world in which every message arrives at once and carries nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def axes_of_groups(mesh: ParallelMesh) -> dict[str, str]:
+    """Name of a process group -> the axis, or axes, that it lies along."""
+    fsdp = mesh.fsdp_mesh
+    shards = fsdp.get_group(fsdp.ndim - 1)
+    names = {mesh.token_group.group_name: "dp x cp", shards.group_name: "dp_shard x cp"}
+    for axis in sorted(AXES, key=mesh.size):  # a group that is the whole world goes by the axis that fills it
+        names[mesh.group(axis).group_name] = axis
+    return names
+
+
+class ValuelessAccounting(Accounting):
+    """Also answers where the host reads a number that fake tensors do not have: loss and norm are finite, and clipped.
+
+    Integers and truth values are 1; torch's pipeline warm-up reads "all stages know their shapes" from that.
+    """
+
+    def __init__(self, mesh: ParallelMesh, config: Config) -> None:
+        super().__init__(axes_of_groups(mesh))
+        self._number = 2 * max(config.optimizer.clip_grad, 1.0)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Read a number, or run and count the operator."""
+        if function is not torch.ops.aten._local_scalar_dense.default:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        dtype = args[0].dtype
+        return self._number if dtype.is_floating_point else dtype == torch.bool or 1
+
+
+class WeightlessChunk(GPTChunk):
+    """A chunk whose initial weights have shapes only: to draw them would read values."""
+
+    def initial_rows(self, name: str, shape: tuple[int, ...], rows: torch.Tensor, seed: int) -> torch.Tensor:
+        """[R, *shape[1:]], nothing drawn."""
+        return torch.empty(len(rows), *shape[1:])
+
+
+class AnyBatches:
+    """Stands for the loader: batches of the right shapes."""
+
+    def __init__(self, config: Config, mesh: ParallelMesh) -> None:
+        self._data = config.data
+        self._ranks = mesh.data_parallel_size
+        self._device = mesh.device
+
+    def next_batch(self, global_batch_size: int) -> Batch:
+        """Tensors [M*B, S] of this rank's part of a global batch."""
+        data = self._data
+        wanted = {
+            "tokens": True,
+            "labels": True,
+            "position_ids": data.reset_position_ids,
+            "document_ids": data.reset_attention_mask,
+        }
+        shape = (global_batch_size // self._ranks, data.seq_length)
+        return {
+            key: torch.zeros(shape, dtype=torch.int64, device=self._device)
+            for key, there in wanted.items()
+            if there
+        }
+
+
+def _run(
+    config: Config, rank: int, mesh: ParallelMesh, accounting: Accounting, started: float, notes: list[str]
+) -> Rehearsal:
+    seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank, mesh.rank("cp"), mesh.rank("tp"))
+
+    def build(stage: StagePlan) -> WeightlessChunk:
+        return WeightlessChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
+
+    plans = plan_from_config(config)
+    stages = stages_of_rank(plans, mesh.rank("pp"))
+    chunks = build_chunks(config, stages, mesh, build)
+    pipeline = Pipeline(config, plans, chunks, mesh)
+    optimizer = build_optimizer(chunks, config.optimizer)
+    trainer = _trainer(config, mesh, chunks, pipeline, optimizer)
+    microbatches = trainer.batches.num_microbatches(trainer.state.consumed_samples)
+
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    accounting.label(parameters, PARAMETERS)
+    for chunk in chunks:
+        accounting.watch_forward(chunk)
+    gradients = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(bytes_of(p.grad for p in parameters if p.grad is not None))
+    )
+    accounting.start()
+    for _ in range(STEPS):
+        accounting.forget_messages()
+        trainer.step()
+        states = [tensor for _, tensor in named_state(chunks, optimizer)]
+        accounting.label(states, OPTIMIZER)
+        accounting.label_rest(WORKSPACE, KEPT)
+    return Rehearsal(
+        rank=rank,
+        coordinates=mesh.coordinates,
+        stages=stages,
+        microbatches=microbatches,
+        parameters=bytes_of(parameters),
+        gradients=gradients[-1],
+        optimizer=bytes_of(states),
+        kept=accounting.live[KEPT],
+        activations=accounting.most[ACTIVATIONS],
+        peak=accounting.peak,
+        peak_parts=accounting.peak_parts,
+        messages=accounting.messages,
+        seconds=time.perf_counter() - started,
+        notes=notes,
+    )
+
+
+def _trainer(
+    config: Config,
+    mesh: ParallelMesh,
+    chunks: list[GPTChunk],
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer,
+) -> Trainer:
+    """The run's own trainer at the last batch size of the run; what only `run` needs is left out, `step` is called."""
+    batches = BatchSchedule.from_config(config)
+    begun = batches.steps[-1][0]
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        chunks=chunks,
+        pipeline=pipeline,
+        optimizer=optimizer,
+        schedule=Schedule.from_config(config),
+        batches=batches,
+        loader=AnyBatches(config, mesh),
+        validation=None,
+        checkpointer=None,
+        metrics=None,
+        stop=None,
+        state=TrainState(consumed_samples=begun, schedule_samples=begun),
+        loss_scale=LossScale.from_config(config.precision),
+        timers=Timers(config.logging, mesh.device),
+        progress=None,
+    )
+
+
+def describe(found: Rehearsal, config: Config) -> str:
+    """The rehearsal as text."""
+    place = ", ".join(
+        f"{axis} {found.coordinates[axis]}/{size}" for axis, size in mesh_sizes(config).items() if size > 1
+    )
+    lines = [
+        f"rank {found.rank:,} of {config.parallel.world_size:,}" + (f" ({place})" if place else ""),
+        *(f"  note: {note}" for note in found.notes),
+        *(f"  {_stage(plan)}" for plan in found.stages),
+        "  memory, MiB",
+        *_row("parameters (fp32 shards)", found.parameters),
+        *_row("gradients (shards)", found.gradients),
+        *_row(f"optimizer state ({config.optimizer.optimizer})", found.optimizer),
+        *_row("buffers kept between steps", found.kept),
+        *_row("activations, at most", found.activations),
+        *_row("peak", found.peak),
+    ]
+    order = (PARAMETERS, OPTIMIZER, KEPT, ACTIVATIONS, GATHERED, WORKSPACE)
+    lines += [line for part in order for line in _row(f"  {part}", found.peak_parts.get(part, 0))]
+    lines.append(f"  messages of a step ({found.microbatches:,} microbatches)")
+    lines.append(f"    {'kind':<16}{'axis':<16}{'ranks':>6}{'number':>10}{'MiB':>14}{'MiB sent':>14}")
+    lines += [
+        f"    {m.kind:<16}{m.axis:<16}{m.group_size:>6,}{m.count:>10,}{m.bytes / MIB:>14,.2f}{m.sent / MIB:>14,.2f}"
+        for m in found.messages
+    ]
+    lines.append(f"  {STEPS} steps rehearsed without an error in {found.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def _row(name: str, size: int) -> list[str]:
+    return [f"    {name:<34}{size / MIB:>14,.2f}"]
+
+
+def _stage(plan: StagePlan) -> str:
+    layers = f"layers {plan.layers[0]} to {plan.layers[-1]}" if plan.layers else "no layers"
+    ends = (", embedding" if plan.has_embedding else "") + (", head" if plan.has_lm_head else "")
+    return f"stage {plan.stage}: {layers}{ends}"
