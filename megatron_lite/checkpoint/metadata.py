@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megatron_lite.config import ConfigError
 
@@ -27,6 +27,11 @@ _CLASSES = (
     metadata.StorageMeta,
     metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
+    # Megatron-core keeps its plans in the file; nobody reads them.
+    planner.SavePlan,
+    planner.WriteItem,
+    planner.WriteItemType,
+    planner.TensorWriteData,
 )
 _ALLOWED: dict[tuple[str, str], Any] = {(c.__module__, c.__qualname__): c for c in _CLASSES} | {
     ("torch", "Size"): torch.Size,
@@ -69,8 +74,11 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-def parse_metadata(data: bytes, path: str) -> dict[str, StoredTensor]:
+def parse_metadata(data: bytes, path: str, skip_objects: bool = False) -> dict[str, StoredTensor]:
     """{name: tensor} of a `.metadata` file.
+
+    Args:
+        skip_objects: leave out entries that are no tensors (Megatron-core has some), instead of refusing them.
 
     Raises:
         ConfigError: it is not a checkpoint's metadata; nothing in it has run.
@@ -80,6 +88,7 @@ def parse_metadata(data: bytes, path: str) -> dict[str, StoredTensor]:
         return {
             str(name): _tensor(name, kept, stored.storage_data)
             for name, kept in stored.state_dict_metadata.items()
+            if not (skip_objects and isinstance(kept, metadata.BytesStorageMetadata))
         }
     except Exception as error:  # noqa: BLE001  a hostile pickle can raise anything
         raise ConfigError(f"{path} is not a checkpoint's metadata: {error}") from None

@@ -1,0 +1,158 @@
+"""Megatron-core's names and rows -> ours.
+
+Shapes: G groups, N query heads, D head width, H hidden, F feed-forward width.
+
+    linear_qkv [G * (N/G + 2) * D, H]   group by group: its N/G query heads, its key head, its value head
+    linear_fc1 [2F, H] with --swiglu    gate, then up
+    norms                               inside linear_qkv and linear_fc1 (Transformer Engine), or beside them
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.hugging_face.weights import our_shapes
+from megatron_lite.megatron_checkpoint.legacy import RANK_FOLDER, LegacyCheckpoint
+from megatron_lite.megatron_checkpoint.torch_dist import METADATA, TorchDistCheckpoint
+
+POINTER = "latest_checkpointed_iteration.txt"
+PLAIN = {
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "final_norm.weight": "decoder.final_layernorm.weight",
+    "final_norm.bias": "decoder.final_layernorm.bias",
+    "lm_head.weight": "output_layer.weight",
+}
+OF_LAYER = {
+    "attention.o_proj": ("self_attention.linear_proj",),
+    "attention.q_norm": ("self_attention.q_layernorm",),
+    "attention.k_norm": ("self_attention.k_layernorm",),
+    "mlp.down_proj": ("mlp.linear_fc2",),
+    # Beside the matrix, or inside Transformer Engine's fused module.
+    "input_norm": ("input_layernorm", "self_attention.linear_qkv.layer_norm"),
+    "pre_mlp_norm": ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm"),
+}
+Part = Callable[[torch.Tensor, ModelConfig], torch.Tensor]
+
+
+class Source(Protocol):
+    """A checkpoint that gives whole tensors by Megatron-core's names."""
+
+    path: Path
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """None when there is no such tensor."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+
+
+def open_megatron(path: Path, step: int | None, gated: bool) -> Source:
+    """The checkpoint that a --load folder of Megatron's, or one of its iter_N, holds.
+
+    Raises:
+        ConfigError: when there is none of a known format.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"--megatron-checkpoint '{path}' is not a folder")
+    folder = path if step is None and not (path / POINTER).exists() else _chosen(path, step)
+    if (folder / METADATA).is_file():
+        return TorchDistCheckpoint(folder)
+    if any(RANK_FOLDER.fullmatch(entry.name) for entry in folder.iterdir()):
+        return LegacyCheckpoint(folder, gated)
+    raise ConfigError(
+        f"{folder} holds neither {METADATA} (torch_dist) nor mp_rank_* folders, wanted one of them"
+    )
+
+
+def _chosen(path: Path, step: int | None) -> Path:
+    name = None
+    if step is None:
+        text = (path / POINTER).read_text(encoding="utf-8", errors="replace").strip()
+        name = "release" if text == "release" else None
+        if name is None and not text.isdigit():
+            raise ConfigError(f"{path / POINTER} holds '{text[:40]}', wanted a number")
+        step = int(text) if name is None else None
+    folder = path / (name or f"iter_{step:07d}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist")
+    return folder
+
+
+def with_stored_vocabulary(model: ModelConfig, source: Source) -> ModelConfig:
+    """The flags with the vocabulary's padded size taken from the checkpoint, its true size from --vocab-size.
+
+    Raises:
+        ConfigError: when the checkpoint has no embedding, or fewer rows than --vocab-size.
+    """
+    shape = source.shape("embedding.word_embeddings.weight")
+    if shape is None:
+        raise ConfigError(
+            f"{source.path} holds no embedding.word_embeddings.weight: no GPT model of megatron-core"
+        )
+    true_size = model.vocab_size or shape[0]
+    if true_size > shape[0]:
+        raise ConfigError(f"--vocab-size is {true_size:,}, the checkpoint's embedding has {shape[0]:,} rows")
+    values = {name: getattr(model, name) for name in model.__dataclass_fields__}
+    return ModelConfig(**values | {"vocab_size": true_size, "padded_vocab_size": shape[0]})
+
+
+def our_tensors(source: Source, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, tensor in fp32) of the whole model.
+
+    Raises:
+        ConfigError: for a tensor that is missing or whose shape is not what the flags say.
+    """
+    for name, shape in our_shapes(model).items():
+        tensor = _read(name, source, model)
+        seen = list(tensor.shape)
+        if seen != list(shape):
+            raise ConfigError(
+                f"{source.path}: {name} comes out as {seen}, by the flags of the model it is {list(shape)}"
+            )
+        yield name, tensor.float().contiguous()
+
+
+def _read(name: str, source: Source, model: ModelConfig) -> torch.Tensor:
+    if name in PLAIN:
+        return source.read(PLAIN[name])
+    _, layer, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    at = f"decoder.layers.{layer}."
+    if module in OF_LAYER:
+        candidates = [
+            at + there + ("_" if there.endswith("layer_norm") else ".") + kind for there in OF_LAYER[module]
+        ]
+        return source.read(next((c for c in candidates if source.shape(c) is not None), candidates[0]))
+    fused = "self_attention.linear_qkv" if module.startswith("attention.") else "mlp.linear_fc1"
+    whole = source.read(f"{at}{fused}.{kind}")
+    return PARTS[module](whole, model)
+
+
+def _group_part(first: int, count: int) -> Part:
+    """Heads [first, first + count) of each group; negative counts from the end."""
+
+    def part(fused: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+        width = model.kv_channels
+        heads = fused.unflatten(0, (model.num_query_groups, -1, width))  # [G, N/G + 2, D, ...]
+        start = first % heads.shape[1]
+        stop = start + (count if count > 0 else heads.shape[1] + count)
+        return heads[:, start:stop].flatten(0, 2)
+
+    return part
+
+
+def _up(fused: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    return fused.chunk(2)[1] if model.swiglu else fused
+
+
+PARTS: dict[str, Part] = {
+    "attention.q_proj": _group_part(0, -2),
+    "attention.k_proj": _group_part(-2, 1),
+    "attention.v_proj": _group_part(-1, 1),
+    "mlp.gate_proj": lambda fused, model: fused.chunk(2)[0],
+    "mlp.up_proj": _up,
+}

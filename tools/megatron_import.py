@@ -1,0 +1,71 @@
+"""Read a checkpoint of Megatron-LM or megatron-core (torch_dist, or one mp_rank file a rank) into one of ours.
+
+    python tools/megatron_import.py --megatron-checkpoint DIR --save CHECKPOINTS THE MODEL'S FLAGS
+
+The model's flags are those of the launch script that made it (--num-layers ... --swiglu ...); the pickled flags in
+the files are not read. Of the weights only the model's are taken: training starts at step 0 with a fresh optimizer.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_lite.arguments import parse_arguments
+from megatron_lite.checkpoint.writing import write_checkpoint
+from megatron_lite.config import Config
+from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.environment import Environment
+from megatron_lite.hugging_face.output_folder import check_free, made_aside
+from megatron_lite.megatron_checkpoint.weights import open_megatron, our_tensors, with_stored_vocabulary
+
+# What pretrain_gpt.py wants to know of a run, and a conversion does not.
+NO_RUN = [
+    *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer"),
+]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, read, write."""
+    arguments, flags = build_parser().parse_known_args(argv)
+    check_free(arguments.save, "--save")
+    length = ["--seq-length", str(arguments.max_position_embeddings)]
+    positions = ["--max-position-embeddings", str(arguments.max_position_embeddings)]
+    words = [*NO_RUN, *length, *positions, *flags]
+    if arguments.vocab_size is not None:
+        words += ["--vocab-size", str(arguments.vocab_size)]
+    else:
+        words += ["--vocab-size", "1"]  # a NullTokenizer wants one; the checkpoint's rows take its place
+    model = parse_arguments(words, Environment()).model
+    source = open_megatron(arguments.megatron_checkpoint, arguments.ckpt_step, model.swiglu)
+    values = {name: getattr(model, name) for name in model.__dataclass_fields__}
+    model = with_stored_vocabulary(type(model)(**values | {"vocab_size": arguments.vocab_size}), source)
+    config = {"model": Config(model=model).to_dict()["model"]}
+    state = {"iteration": 0, "consumed_samples": 0, "weights_only": True}
+    with made_aside(arguments.save, "--save") as folder:
+        path = Path(write_checkpoint(str(folder), 0, our_tensors(source, model), config, state))
+    print(
+        f"{source.path}: {model.num_layers} layers, vocabulary {model.vocab_size:,} of {model.padded_vocab_size:,} rows"
+    )
+    print(f"written: {arguments.save / path.name}")
+
+
+def build_parser() -> Parser:
+    """The tool's own flags; all others are the model's."""
+    parser = Parser("Read a checkpoint of Megatron-LM or megatron-core.")
+    parser.add_argument(
+        "--megatron-checkpoint", type=Path, required=True, help="its --load folder, or an iter_N"
+    )
+    parser.add_argument("--ckpt-step", type=number(0), help="this step, not the newest")
+    parser.add_argument("--save", type=Path, required=True, help="folder of checkpoints to make")
+    parser.add_argument("--vocab-size", type=number(1), help="true size; default: all rows of the embedding")
+    parser.add_argument(
+        "--max-position-embeddings", type=number(1), required=True, help="as in the launch script"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)
