@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.tokenizer import build_tokenizer
@@ -189,7 +190,10 @@ class ValuelessAccounting(Accounting):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Read a number, or run and count the operator."""
+        """Read a number, or run and count the operator; what has real tensors, as a mesh has ranks, stays real."""
+        if not types and any(isinstance(item, torch.Tensor) for item in tree_leaves((args, kwargs))):
+            with unset_fake_temporarily():
+                return function(*args, **(kwargs or {}))
         if function is not torch.ops.aten._local_scalar_dense.default:
             return super().__torch_dispatch__(function, types, args, kwargs)
         dtype = args[0].dtype
