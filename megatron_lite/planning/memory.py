@@ -166,8 +166,9 @@ def _widths(config: Config) -> tuple[int, int]:
 def stage_activations(config: Config, plan: StagePlan) -> float:
     """Bytes that a stage keeps for the backward of one microbatch: its blocks, its output, its head.
 
-    The output is the hidden state that the pipeline holds until backward (a T H/s), on the last stage the head's
-    input, the final norm's input and what the loss saves of the logits.
+    The output is the hidden state that the pipeline holds until backward (a T H/s), on the last stage the final norm's
+    input; there come the head's input (a T H) and what the loss saves of the logits. The input of a stage that is not
+    the first lies in a receive buffer and is not counted here.
     """
     a, tokens = activation_width(config), tokens_per_microbatch(config)
     parallel, hidden = config.parallel, config.model.hidden_size
@@ -181,7 +182,8 @@ def stage_activations(config: Config, plan: StagePlan) -> float:
         size = -(-layers // parallel.recompute_num_layers) * block_activations(config, "full")
     else:
         size = layers * block_activations(config, granularity)
-    size += a * tokens * hidden / s
+    if plan.stage == 0:
+        size += a * tokens * hidden / s  # other stages' input lies in a receive buffer
     if plan.has_lm_head:
         size += a * tokens * hidden + _logits(config)[0]
     return size
@@ -205,11 +207,13 @@ def _logits(config: Config) -> tuple[float, float]:
 def rank_memory(config: Config) -> list[RankMemory]:
     """What each pipeline rank holds at the worst moment of a step.
 
-    parameters 4 P/n, optimizer state (see optimizer_bytes), receive buffers, and the larger of two moments:
-      in the steady state: activations of the microbatches in flight, gathered weights, unsharded gradients, the
-        workspace of the running backward;
-      when gradients are reduced: gathered weights, unsharded gradients, the largest unit once more in the reduction's
-        format, gradient shards 4 P/n.
+    parameters 4 P/n, optimizer state (see optimizer_bytes), unsharded gradients, receive buffers, and of three moments
+    the one that needs most:
+      in a block's backward: activations of the microbatches in flight, gathered weights, the backward's workspace;
+      at the loss, on the last stage: the same activations, the logits' workspace, and where weights are freed after
+        forward only a block and the head gathered;
+      when gradients are reduced: gathered weights, the largest unit once more in the reduction's format, gradient
+        shards 4 P/n.
     The vocabulary has to be known.
     """
     plans = plan_from_config(config)
@@ -224,21 +228,22 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], num_stages: in
     state = sum(optimizer_bytes(config, plan) for plan in plans)
     in_flight = activations_in_flight(config, rank, plans)
     gathered, unsharded = _unsharded(config, plans, local)
-    workspace = _workspace(config, plans)
-    reduction = _reduced_width(config) * max(local_unit(config, plan) for plan in plans)
-    steady = in_flight + workspace
-    ending = reduction + parameters
-    parts = {
+    kept = {
         "parameters": parameters,
         "optimizer state": state,
-        "gathered weights": gathered,
         "unsharded gradients": unsharded,
         "receive buffers": _receive_buffers(config, plans, num_stages),
     }
-    if steady >= ending:
-        parts |= {"activations": in_flight, "workspace": workspace}
-    else:
-        parts |= {"gradient shards": parameters, "workspace": reduction}
+    reduction = _reduced_width(config) * max(local_unit(config, plan) for plan in plans)
+    moments = [
+        {"gathered weights": gathered, "activations": in_flight, "workspace": _workspace(config)},
+        {"gathered weights": gathered, "gradient shards": parameters, "workspace": reduction},
+    ]
+    if any(plan.has_lm_head for plan in plans):
+        at_loss = min(gathered, _gathered_at_loss(config, plans)) if reshards(config) else gathered
+        loss = _logits(config)[1]
+        moments.append({"gathered weights": at_loss, "activations": in_flight, "workspace": loss})
+    parts = kept | max(moments, key=lambda moment: sum(moment.values()))
     host = 0.0
     if config.parallel.fsdp_cpu_offload:
         host = parts.pop("parameters") + parts.pop("optimizer state") + parameters
@@ -290,8 +295,13 @@ def reshards(config: Config) -> bool:
     )
 
 
-def _workspace(config: Config, plans: list[StagePlan]) -> float:
-    """Most bytes of the running backward beside what was kept: a recomputed unit, or the loss's gradients."""
+def _gathered_at_loss(config: Config, plans: list[StagePlan]) -> float:
+    """Bytes of the head's and one block's gathered weights."""
+    return activation_width(config) * (block_parameters(config) + max(local_unit(config, p) for p in plans))
+
+
+def _workspace(config: Config) -> float:
+    """Most bytes of a block's backward beside what was kept: three gradients of its widest tensor, what is recomputed."""
     parallel, again = config.parallel, 0.0
     if parallel.recompute_granularity == "full":
         unit = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
@@ -304,8 +314,7 @@ def _workspace(config: Config, plans: list[StagePlan]) -> float:
         parallel.tensor_model_parallel_size,
     )
     gradients = 3 * a * tokens * max(config.model.hidden_size, config.model.ffn_hidden_size / t)
-    loss = _logits(config)[1] if any(plan.has_lm_head for plan in plans) else 0.0
-    return max(again + gradients, loss)
+    return again + gradients
 
 
 def _receive_buffers(config: Config, plans: list[StagePlan], num_stages: int) -> float:
