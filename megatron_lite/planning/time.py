@@ -1,0 +1,256 @@
+"""Seconds of a training step, from the flags and a cluster: an ESTIMATE, with its assumptions in the docstrings.
+
+Imports no torch. Symbols as in memory.py; L layers. What the engine overlaps is hidden behind computation here (FSDP's
+gathers and reductions), what it does not is added (tensor and context parallelism's collectives).
+"""
+
+from dataclasses import dataclass
+
+from megatron_lite.config import Config
+from megatron_lite.mesh_sizes import mesh_sizes
+from megatron_lite.model.costs import block_matrix_parameters, model_costs
+from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config
+from megatron_lite.parallel.schedule import StageTimes, Timeline, build_schedule, runnable_schedule, simulate
+from megatron_lite.planning.devices import Cluster
+from megatron_lite.planning.memory import (
+    activation_width,
+    block_activations,
+    block_parameters,
+    microbatches_of,
+    reshards,
+    shards,
+    stage_local_parameters,
+    tokens_per_microbatch,
+)
+from megatron_lite.training.flops import flops_per_step
+
+# Core attention's kernels reach about half of what large matrix products do (FlashAttention-2, Dao 2023, on A100:
+# 190 of 312 TFLOP/s forward and backward without, less with a causal mask).
+ATTENTION_SHARE = 0.6
+# Element-wise operators read and write each kept activation about so often, forward and backward.
+ELEMENTWISE_PASSES = 2
+HOST_BANDWIDTH = 25e9  # bytes/s of a GPU to host memory and back, PCIe 4 x16 in practice
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step's seconds, and what they are made of.
+
+    Args:
+        seconds: the whole step.
+        busy: of the slowest pipeline rank, without idle time.
+        bubble: the idle share of all ranks' time, from the simulator.
+        exposed: seconds of communication that nothing hides, on the slowest rank (tensor, context, FSDP).
+        mfu: model FLOPs / (seconds x GPUs x peak).
+    """
+
+    seconds: float
+    busy: float
+    bubble: float
+    exposed: float
+    optimizer: float
+    mfu: float
+    tflops: float
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one microbatch on one stage, communication that is exposed included and also told apart."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    exposed: float
+
+
+def strides(config: Config) -> dict[str, int]:
+    """Axis -> distance in ranks between neighbours on it; tp is the innermost, then cp, dp and pp."""
+    stride, out = 1, {}
+    for axis, size in reversed(list(mesh_sizes(config).items())):
+        out[axis] = stride
+        stride *= size
+    return out
+
+
+def block_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float]:
+    """(matrix products, core attention, element-wise) seconds of one block's forward on one microbatch.
+
+    matrix products  2 T W / t / (efficiency x peak), W the weights of the block's matrices
+    core attention   2 T S q / t / (efficiency x 0.6 x peak): causal, the masked half is not counted
+    element-wise     2 x kept activations / memory bandwidth
+    """
+    t, tokens, device = (
+        config.parallel.tensor_model_parallel_size,
+        tokens_per_microbatch(config),
+        cluster.device,
+    )
+    speed = device.efficiency * device.flops
+    query = config.model.num_attention_heads * config.model.kv_channels
+    matrices = 2 * tokens * block_matrix_parameters(config.model) / t / speed
+    attention = 2 * tokens * config.data.seq_length * query / t / (speed * ATTENTION_SHARE)
+    moved = ELEMENTWISE_PASSES * block_activations(config, None)
+    return matrices, attention, moved / device.memory_bandwidth
+
+
+def tensor_seconds(config: Config, cluster: Cluster) -> float:
+    """Tensor parallelism's collectives in one block's forward, all exposed; its backward has as many.
+
+    Two all-reduces of a T H; with sequence parallelism two all-gathers and two reduce-scatters of the same size.
+    """
+    size = activation_width(config) * tokens_per_microbatch(config) * config.model.hidden_size
+    return 2 * cluster.reduce_seconds(size, config.parallel.tensor_model_parallel_size, strides(config)["tp"])
+
+
+def context_seconds(config: Config, cluster: Cluster) -> float:
+    """The all-gather of keys and values, 2 a B S kv / t, in one block's forward; backward scatters as much."""
+    model, t = config.model, config.parallel.tensor_model_parallel_size
+    tokens = config.training.micro_batch_size * config.data.seq_length
+    size = 2 * activation_width(config) * tokens * model.num_query_groups * model.kv_channels / t
+    return cluster.gather_seconds(size, config.parallel.context_parallel_size, strides(config)["cp"])
+
+
+def shard_gather_seconds(config: Config, cluster: Cluster, parameters: float, width: float) -> float:
+    """All-gather or reduce-scatter of `parameters` numbers of `width` bytes over the n shards (cp inside dp_shard)."""
+    return cluster.gather_seconds(width * parameters, shards(config), strides(config)["cp"])
+
+
+def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSeconds:
+    """One microbatch on one stage.
+
+    Forward: the blocks, and the head's 2 T H V / t. Backward: the same once for the input's gradient and once for the
+    weights' (core attention twice in the first), element-wise work again in the first; recomputation repeats core
+    attention (selective) or the recomputed blocks' forward with their collectives (full). The gathering of a block's
+    weights (where they are freed after forward: for each microbatch, forward and backward) hides behind the block
+    before it: max(0, gathering - block) is exposed.
+    """
+    parallel, device = config.parallel, cluster.device
+    matrices, attention, other = block_seconds(config, cluster)
+    messages = tensor_seconds(config, cluster) + context_seconds(config, cluster)
+    layers = len(plan.layers)
+    speed = device.efficiency * device.flops
+    head = 0.0
+    if plan.has_lm_head:
+        rows = config.model.padded_vocab_size / parallel.tensor_model_parallel_size
+        head = 2 * tokens_per_microbatch(config) * config.model.hidden_size * rows / speed
+    forward = layers * (matrices + attention + other + messages) + head
+    again = layers_recomputed(config, layers) * (matrices + attention + other + messages)
+    if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
+        again += layers * attention
+    exposed = 0.0
+    if reshards(config) or microbatches_of(config) == (1, 1):
+        gathering = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
+        block = matrices + attention + other
+        forward_wait = layers * max(0.0, gathering - block)
+        forward += forward_wait
+        exposed += forward_wait
+        backward_wait = layers * max(0.0, gathering - 2 * block) if reshards(config) else 0.0
+        again += backward_wait
+        exposed += backward_wait
+    exposed += (2 * layers + layers_recomputed(config, layers)) * messages
+    backward_input = layers * (matrices + 2 * attention + 2 * other + messages) + head + again
+    return StageSeconds(forward, backward_input, layers * matrices + head, exposed)
+
+
+def layers_recomputed(config: Config, layers: int) -> int:
+    """Of a chunk's layers, how many run their forward twice."""
+    parallel = config.parallel
+    if parallel.recompute_granularity != "full":
+        return 0
+    return min(layers, parallel.recompute_num_layers) if parallel.recompute_method == "block" else layers
+
+
+def step_edges(
+    config: Config, cluster: Cluster, plans: list[StagePlan], last_backward: float
+) -> tuple[float, float]:
+    """(exposed communication, optimizer) seconds of one rank around the pipeline, once a step.
+
+    The first gathering of its largest block, or of all weights where they are kept, overlaps with nothing / with the
+    forwards of a microbatch; the reduce-scatter of its gradients (fp32: 4 P) hides behind the last microbatch's
+    backward; between replicas an all-reduce of the shards, 4 P / n, follows. The optimizer reads and writes 28 bytes
+    a parameter; offloaded it moves gradients and weights over PCIe (8 bytes) and computes at a tenth of that speed.
+    """
+    sizes, apart, count = mesh_sizes(config), strides(config), shards(config)
+    local = sum(stage_local_parameters(config, plan) for plan in plans)
+    width = 2 if config.precision.grad_reduce_in_bf16 else 4
+    first = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
+    gathering = 0.0
+    if not reshards(config):
+        gathering = shard_gather_seconds(config, cluster, local, activation_width(config)) - last_backward / 2
+    reduction = shard_gather_seconds(config, cluster, local, width)
+    replicas = cluster.reduce_seconds(width * local / count, sizes["dp_replicate"], apart["dp_replicate"])
+    exposed = first + max(0.0, gathering) + max(0.0, reduction + replicas - last_backward)
+    optimizer = 28 * local / count / cluster.device.memory_bandwidth
+    if config.parallel.fsdp_cpu_offload:
+        optimizer = (8 + 80) * local / count / HOST_BANDWIDTH
+    return exposed, optimizer
+
+
+def pass_timeline(config: Config, cluster: Cluster) -> Timeline:
+    """One pipeline pass, played by parallel/schedule.py with this model's seconds per stage."""
+    plans = plan_from_config(config)
+    parallel, (_, count) = config.parallel, microbatches_of(config)
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    name = runnable_schedule(parallel.pipeline_schedule, size, count)
+    times = stage_times(config, cluster, plans)
+    schedule = build_schedule(name, size, count, chunks)
+    return simulate(schedule, times, placement_of(name), message_seconds(config, cluster))
+
+
+def stage_times(config: Config, cluster: Cluster, plans: list[StagePlan]) -> StageTimes:
+    """The seconds that the simulator plays with."""
+    found = [stage_seconds(config, cluster, plan) for plan in plans]
+    return StageTimes(
+        tuple(one.forward for one in found),
+        tuple(one.backward_input for one in found),
+        tuple(one.backward_weight for one in found),
+    )
+
+
+def message_seconds(config: Config, cluster: Cluster) -> float:
+    """One hidden state, a T H / s, to the next pipeline rank."""
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size == 1:
+        return 0.0
+    s = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    size = activation_width(config) * tokens_per_microbatch(config) * config.model.hidden_size / s
+    return cluster.send_seconds(size, strides(config)["pp"])
+
+
+def _around(config: Config, cluster: Cluster) -> list[tuple[float, float, float, float]]:
+    """Of each pipeline rank: seconds that it computes in a step, exposed inside of it, exposed around it, optimizer."""
+    plans, (passes, count) = plan_from_config(config), microbatches_of(config)
+    out = []
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        mine = [plan for plan in plans if plan.rank == rank]
+        found = [stage_seconds(config, cluster, plan) for plan in mine]
+        backward = sum(one.backward_input + one.backward_weight for one in found)
+        busy = passes * count * (backward + sum(one.forward for one in found))
+        exposed, optimizer = step_edges(config, cluster, mine, backward)
+        out.append((busy, passes * count * sum(one.exposed for one in found), exposed, optimizer))
+    return out
+
+
+def least_seconds(config: Config, cluster: Cluster) -> float:
+    """No schedule makes the step faster than this: its slowest rank's own work (a bound that is cheap to compute)."""
+    return max(busy + around + optimizer for busy, _, around, optimizer in _around(config, cluster))
+
+
+def step_time(config: Config, cluster: Cluster) -> StepTime:
+    """The step: passes x the simulated pass, the exposed communication around it and the optimizer."""
+    around = _around(config, cluster)
+    timeline = pass_timeline(config, cluster)
+    passes, _ = microbatches_of(config)
+    edges, optimizer = max(one[2] for one in around), max(one[3] for one in around)
+    seconds = passes * timeline.seconds + edges + optimizer
+    slowest = max(around)
+    flops = flops_per_step(config, config.training.global_batch_size)
+    rate = flops / seconds / cluster.num_gpus
+    return StepTime(
+        seconds=seconds,
+        busy=slowest[0],
+        bubble=timeline.bubble_fraction,
+        exposed=slowest[1] + edges,
+        optimizer=optimizer,
+        mfu=rate / cluster.device.flops,
+        tflops=rate / 1e12,
+    )
