@@ -11,12 +11,12 @@ tensor as Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198) count them,
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
 from megatron_lite.config import Config
 from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import block_matrix_parameters, model_costs
-from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
+from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
 from megatron_lite.parallel.schedule import Action, build_schedule, runnable_schedule
 
 SPLIT_BACKWARD_SCHEDULES = ("interleaved-zero-bubble", "zbv", "dualpipev")
@@ -204,8 +204,40 @@ def _logits(config: Config) -> tuple[float, float]:
     return kept * rows * width, (8 + a) * rows * width
 
 
-def rank_memory(config: Config) -> list[RankMemory]:
-    """What each pipeline rank holds at the worst moment of a step.
+@dataclass(frozen=True)
+class _Split:
+    """What a split into stages depends on, so that layouts that differ elsewhere share it."""
+
+    key: tuple[object, ...]
+    config: Config = field(compare=False)
+
+
+def stages_of(config: Config) -> list[StagePlan]:
+    """`plan_from_config`, remembered."""
+    parallel = config.parallel
+    key = (
+        config.model,
+        config.data.seq_length,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+        placement_of(parallel.pipeline_schedule),
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+        parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
+        parallel.num_layers_per_virtual_pipeline_stage,
+        parallel.pipeline_model_parallel_layout,
+    )
+    return _stages_of(_Split(key, config))
+
+
+@lru_cache(maxsize=1024)
+def _stages_of(split: _Split) -> list[StagePlan]:
+    return plan_from_config(split.config)
+
+
+def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[RankMemory]:
+    """What each pipeline rank (or each of `ranks`) holds at the worst moment of a step.
 
     parameters 4 P/n, optimizer state (see optimizer_bytes), unsharded gradients, receive buffers, and of three moments
     the one that needs most:
@@ -216,9 +248,9 @@ def rank_memory(config: Config) -> list[RankMemory]:
         shards 4 P/n.
     The vocabulary has to be known.
     """
-    plans = plan_from_config(config)
-    size = config.parallel.pipeline_model_parallel_size
-    return [_memory_of(config, rank, stages_of_rank(plans, rank), len(plans)) for rank in range(size)]
+    plans = stages_of(config)
+    ranks = range(config.parallel.pipeline_model_parallel_size) if ranks is None else ranks
+    return [_memory_of(config, rank, stages_of_rank(plans, rank), len(plans)) for rank in ranks]
 
 
 def _memory_of(config: Config, rank: int, plans: list[StagePlan], num_stages: int) -> RankMemory:
@@ -301,7 +333,7 @@ def _gathered_at_loss(config: Config, plans: list[StagePlan]) -> float:
 
 
 def _workspace(config: Config) -> float:
-    """Most bytes of a block's backward beside what was kept: three gradients of its widest tensor, what is recomputed."""
+    """Bytes of a block's backward beside what was kept: three gradients of its widest tensor, and what is recomputed."""
     parallel, again = config.parallel, 0.0
     if parallel.recompute_granularity == "full":
         unit = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
@@ -345,7 +377,7 @@ def _enough(name: str, size: int, microbatches: int) -> int:
     return min(microbatches, 4 * size) if name != "gpipe" and microbatches % size == 0 else microbatches
 
 
-@cache
+@lru_cache(maxsize=4096)
 def live_counts(
     name: str, size: int, microbatches: int, chunks: int, rank: int
 ) -> tuple[tuple[int, ...], ...]:
@@ -365,6 +397,6 @@ def live_counts(
     )
 
 
-@cache
+@lru_cache(maxsize=16)
 def _schedule(name: str, size: int, microbatches: int, chunks: int) -> list[list[Action]]:
     return build_schedule(name, size, microbatches, chunks)

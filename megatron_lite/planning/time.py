@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron_lite.config import Config
 from megatron_lite.mesh_sizes import mesh_sizes
-from megatron_lite.model.costs import block_matrix_parameters, model_costs
-from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config
+from megatron_lite.model.costs import block_matrix_parameters
+from megatron_lite.parallel.partition import StagePlan, placement_of
 from megatron_lite.parallel.schedule import StageTimes, Timeline, build_schedule, runnable_schedule, simulate
 from megatron_lite.planning.devices import Cluster
 from megatron_lite.planning.memory import (
@@ -20,12 +20,12 @@ from megatron_lite.planning.memory import (
     reshards,
     shards,
     stage_local_parameters,
+    stages_of,
     tokens_per_microbatch,
 )
 from megatron_lite.training.flops import flops_per_step
 
-# Core attention's kernels reach about half of what large matrix products do (FlashAttention-2, Dao 2023, on A100:
-# 190 of 312 TFLOP/s forward and backward without, less with a causal mask).
+# Assumed: core attention's kernels reach this share of what large matrix products reach.
 ATTENTION_SHARE = 0.6
 # Element-wise operators read and write each kept activation about so often, forward and backward.
 ELEMENTWISE_PASSES = 2
@@ -119,7 +119,7 @@ def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSec
 
     Forward: the blocks, and the head's 2 T H V / t. Backward: the same once for the input's gradient and once for the
     weights' (core attention twice in the first), element-wise work again in the first; recomputation repeats core
-    attention (selective) or the recomputed blocks' forward with their collectives (full). The gathering of a block's
+    attention and the MLP (selective, as --recompute-modules says) or the recomputed blocks' forward with their collectives (full). The gathering of a block's
     weights (where they are freed after forward: for each microbatch, forward and backward) hides behind the block
     before it: max(0, gathering - block) is exposed.
     """
@@ -136,6 +136,9 @@ def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSec
     again = layers_recomputed(config, layers) * (matrices + attention + other + messages)
     if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
         again += layers * attention
+    if parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules:
+        mlp = (3 if config.model.swiglu else 2) * config.model.hidden_size * config.model.ffn_hidden_size
+        again += layers * matrices * mlp / block_matrix_parameters(config.model)
     exposed = 0.0
     if reshards(config) or microbatches_of(config) == (1, 1):
         gathering = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
@@ -187,7 +190,7 @@ def step_edges(
 
 def pass_timeline(config: Config, cluster: Cluster) -> Timeline:
     """One pipeline pass, played by parallel/schedule.py with this model's seconds per stage."""
-    plans = plan_from_config(config)
+    plans = stages_of(config)
     parallel, (_, count) = config.parallel, microbatches_of(config)
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     name = runnable_schedule(parallel.pipeline_schedule, size, count)
@@ -218,7 +221,7 @@ def message_seconds(config: Config, cluster: Cluster) -> float:
 
 def _around(config: Config, cluster: Cluster) -> list[tuple[float, float, float, float]]:
     """Of each pipeline rank: seconds that it computes in a step, exposed inside of it, exposed around it, optimizer."""
-    plans, (passes, count) = plan_from_config(config), microbatches_of(config)
+    plans, (passes, count) = stages_of(config), microbatches_of(config)
     out = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
         mine = [plan for plan in plans if plan.rank == rank]
