@@ -14,7 +14,7 @@ from megatron_lite.parallel.schedule import StageTimes, schedule_timeline
 from tests.parity import SEQ_LENGTH, make_batches, make_config
 from tests.ranks import run_ranks
 
-FORWARD_S, BACKWARD_S = 0.05, 0.1
+FORWARD_S, BACKWARD_S = 0.04, 0.08
 
 
 class _Wait(torch.autograd.Function):
