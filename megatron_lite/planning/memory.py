@@ -239,11 +239,12 @@ def _stages_of(split: _Split) -> list[StagePlan]:
 def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[RankMemory]:
     """What each pipeline rank (or each of `ranks`) holds at the worst moment of a step.
 
-    parameters 4 P/n, optimizer state (see optimizer_bytes), unsharded gradients, receive buffers, and of three moments
+    parameters 4 P/n, optimizer state (see optimizer_bytes), unsharded gradients, receive buffers, and of four moments
     the one that needs most:
-      in a block's backward: activations of the microbatches in flight, gathered weights, the backward's workspace;
-      at the loss, on the last stage: the same activations, the logits' workspace, and where weights are freed after
-        forward only a block and the head gathered;
+      a stage's backward begins: activations of the microbatches in flight, the workspace of a block's backward, the
+        gathered weights (where they are freed after forward: of a block and the largest unit only);
+      it ends: gathered weights of all its blocks, one microbatch's activations less;
+      the loss, on the last stage: as when a backward begins, with the logits' workspace;
       when gradients are reduced: gathered weights, the largest unit once more in the reduction's format, gradient
         shards 4 P/n.
     The vocabulary has to be known.
@@ -267,14 +268,16 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], num_stages: in
         "receive buffers": _receive_buffers(config, plans, num_stages),
     }
     reduction = _reduced_width(config) * max(local_unit(config, plan) for plan in plans)
+    freed = min(stage_activations(config, plan) for plan in plans) if reshards(config) else 0.0
+    at_start = min(gathered, _two_units(config, plans)) if reshards(config) else gathered
     moments = [
-        {"gathered weights": gathered, "activations": in_flight, "workspace": _workspace(config)},
+        {"gathered weights": at_start, "activations": in_flight, "workspace": _workspace(config)},
+        {"gathered weights": gathered, "activations": in_flight - freed, "workspace": _workspace(config)},
         {"gathered weights": gathered, "gradient shards": parameters, "workspace": reduction},
     ]
     if any(plan.has_lm_head for plan in plans):
-        at_loss = min(gathered, _gathered_at_loss(config, plans)) if reshards(config) else gathered
         loss = _logits(config)[1]
-        moments.append({"gathered weights": at_loss, "activations": in_flight, "workspace": loss})
+        moments.append({"gathered weights": at_start, "activations": in_flight, "workspace": loss})
     parts = kept | max(moments, key=lambda moment: sum(moment.values()))
     host = 0.0
     if config.parallel.fsdp_cpu_offload:
@@ -327,13 +330,13 @@ def reshards(config: Config) -> bool:
     )
 
 
-def _gathered_at_loss(config: Config, plans: list[StagePlan]) -> float:
-    """Bytes of the head's and one block's gathered weights."""
+def _two_units(config: Config, plans: list[StagePlan]) -> float:
+    """Bytes of the gathered weights of a block and of the largest unit."""
     return activation_width(config) * (block_parameters(config) + max(local_unit(config, p) for p in plans))
 
 
 def _workspace(config: Config) -> float:
-    """Bytes of a block's backward beside what was kept: three gradients of its widest tensor, and what is recomputed."""
+    """Bytes of a block's backward beside what was kept: three gradients of its widest tensor, what is recomputed."""
     parallel, again = config.parallel, 0.0
     if parallel.recompute_granularity == "full":
         unit = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1

@@ -118,9 +118,13 @@ def structures(config: Config, cluster: Cluster, fixed: dict, found: Found) -> I
     """
     for tensor in _choices(fixed, "tensor_model_parallel_size", divisors(cluster.gpus_per_node)):
         for context in _choices(fixed, "context_parallel_size", (1, 2, 4, 8, 16, 32)):
-            if context > 1 and "context_parallel_size" not in fixed:
-                if config.data.seq_length < context * LEAST_TOKENS_PER_CONTEXT_RANK:
-                    continue
+            tokens = config.data.seq_length // context
+            if (
+                context > 1
+                and tokens < LEAST_TOKENS_PER_CONTEXT_RANK
+                and "context_parallel_size" not in fixed
+            ):
+                continue
             reason = refused_cut(config, cluster.num_gpus, tensor, context)
             if reason:
                 found.refuse(reason)
@@ -279,8 +283,8 @@ def search(config: Config, cluster: Cluster, fixed: dict, top: int) -> Found:
     for offload in (False, True) if "fsdp_cpu_offload" not in fixed else (fixed["fsdp_cpu_offload"],):
         found = Found()
         fits = [
-            (least_seconds(c, cluster), n, l, c)
-            for n, (l, c) in enumerate(fitting(config, cluster, fixed, found, offload))
+            (least_seconds(applied, cluster), number, layout, applied)
+            for number, (layout, applied) in enumerate(fitting(config, cluster, fixed, found, offload))
         ]
         for bound, _, layout, applied in sorted(fits, key=lambda fit: fit[:2]):
             if len(found.plans) >= top and bound > found.plans[top - 1].time.seconds:

@@ -118,10 +118,10 @@ def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSec
     """One microbatch on one stage.
 
     Forward: the blocks, and the head's 2 T H V / t. Backward: the same once for the input's gradient and once for the
-    weights' (core attention twice in the first), element-wise work again in the first; recomputation repeats core
-    attention and the MLP (selective, as --recompute-modules says) or the recomputed blocks' forward with their collectives (full). The gathering of a block's
-    weights (where they are freed after forward: for each microbatch, forward and backward) hides behind the block
-    before it: max(0, gathering - block) is exposed.
+    weights' (core attention twice in the first), element-wise work again in the first. Recomputation repeats core
+    attention and the MLP (selective, as --recompute-modules says) or whole blocks with their collectives (full).
+    The gathering of a block's weights (where they are freed after forward: for each microbatch, forward and backward)
+    hides behind the block before it: max(0, gathering - block) is exposed.
     """
     parallel, device = config.parallel, cluster.device
     matrices, attention, other = block_seconds(config, cluster)
