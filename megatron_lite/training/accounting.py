@@ -5,8 +5,7 @@ It looks at storages and operators, not at who called them, so real and fake ten
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron_lite.training.gradients import local_part
 # What live bytes are for.
 PARAMETERS = "parameters"
 OPTIMIZER = "optimizer state"
-KEPT = "buffers kept between steps"
+BUFFERS = "batch and receive buffers"
 ACTIVATIONS = "activations"
 GATHERED = "gathered weights"
 WORKSPACE = "gradients and workspace"
@@ -124,28 +123,16 @@ class Accounting(TorchDispatchMode):
 
     @property
     def messages(self) -> list[Message]:
-        """What was communicated since the last forget_messages, the most bytes first."""
+        """What was communicated since the start, the most bytes first."""
         found = [Message(*key, *numbers) for key, numbers in self._messages.items()]
         return sorted(found, key=lambda message: (-message.bytes, message.kind, message.axis))
 
     def start(self) -> None:
-        """Forget the peaks and messages so far; what is alive stays counted."""
+        """A step begins: forget the peaks and messages so far; what is alive stays counted."""
         self.peak, self.peak_parts = 0, {}
-        self.most.clear()
-        self.forget_messages()
-
-    def forget_messages(self) -> None:
-        """Start counting messages anew."""
+        self.most = defaultdict(int, self.live)
         self._messages.clear()
-
-    @contextmanager
-    def making(self, purpose: str) -> Iterator[None]:
-        """What is made inside the block is for this purpose, unless an operator tells better."""
-        before, self._purpose = self._purpose, purpose
-        try:
-            yield
-        finally:
-            self._purpose = before
+        self._purpose = BUFFERS  # until the first forward begins
 
     def label(self, tensors: Iterable[torch.Tensor], purpose: str) -> None:
         """Say what the storages of these tensors are for; they are counted from now on."""
@@ -183,6 +170,8 @@ class Accounting(TorchDispatchMode):
         out = function(*args, **kwargs)
         if function.namespace in NAMESPACES:
             self._count_message(function._schema.name, [*args, *kwargs.values()], out)
+        if function.is_view:
+            return out
         gathers = function._schema.name in GATHERING
         purpose = GATHERED if gathers else self._purpose
         for tensor in _plain_tensors(out):
@@ -237,7 +226,10 @@ class Accounting(TorchDispatchMode):
         group = next((found for found in map(_group, arguments) if found is not None), None)
         if kind is None or group is None or group.size() == 1:
             return
-        size = max(sum(t.nbytes for t in _plain_tensors(item)) for item in [*arguments, out])
+        tensors = [_plain_tensors(item) for item in [*arguments, out]]
+        if kind in ("send", "receive") and not any(t.is_floating_point() for item in tensors for t in item):
+            return  # the stages' vote about their shapes, once for each schedule
+        size = max(sum(t.nbytes for t in item) for item in tensors)
         axis = self._axes.get(group.group_name, group.group_name)
         numbers = self._messages[kind, axis, group.size()]
         numbers[0] += 1
@@ -246,7 +238,13 @@ class Accounting(TorchDispatchMode):
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors of a result that lie on a device."""
-    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.device.type != "meta"]
+    leaves = [tree] if isinstance(tree, torch.Tensor) else tree_leaves(tree)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and not _is_meta(t)]
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    # Asking a fake tensor for its device is an operator of its own.
+    return (getattr(tensor, "fake_device", None) or tensor.device).type == "meta"
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -25,11 +25,12 @@ from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.vocabulary import with_vocabulary
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
-from megatron_lite.parallel.pipeline import Batch, Pipeline
+from megatron_lite.parallel.pipeline import Batch, Pipeline, pass_sizes
+from megatron_lite.parallel.schedule import check_microbatches, runnable_schedule
 from megatron_lite.training.accounting import (
     ACTIVATIONS,
+    BUFFERS,
     GATHERED,
-    KEPT,
     OPTIMIZER,
     PARAMETERS,
     WORKSPACE,
@@ -46,7 +47,6 @@ from megatron_lite.training.run_report import KNOWN_VOCABULARIES
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 
-STEPS = 2  # the first makes the optimizer's state and the receive buffers, the second is a step like any later one
 MIB = 1 << 20
 
 
@@ -57,17 +57,19 @@ class Rehearsal:
     Args:
         gradients: the shards that the optimizer reads.
         activations: the most that forward passes had left for backward passes at one moment.
-        peak_parts: purpose -> bytes at the moment of the peak; they add up to `peak`.
+            peak_parts: purpose -> bytes at the moment of the peak; they add up to `peak`.
+        rehearsed: microbatches of the two steps that were run; the figures are those of a step of `microbatches`.
     """
 
     rank: int
     coordinates: dict[str, int]
     stages: list[StagePlan]
     microbatches: int
+    rehearsed: tuple[int, int]
     parameters: int
     gradients: int
     optimizer: int
-    kept: int
+    buffers: int
     activations: int
     peak: int
     peak_parts: dict[str, int]
@@ -108,7 +110,7 @@ def ranks_to_rehearse(config: Config) -> list[int]:
 
 
 def rehearse_rank(config: Config, rank: int) -> Rehearsal:
-    """Run STEPS optimizer steps as this rank and count."""
+    """Run two optimizer steps as this rank and count: the first makes optimizer state, the second is like any later."""
     started = time.perf_counter()
     config, notes = prepare(config)
     with fake_world(rank, config.parallel.world_size):
@@ -191,6 +193,8 @@ class ValuelessAccounting(Accounting):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Read a number, or run and count the operator; what has real tensors, as a mesh has ranks, stays real."""
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked so often that the way round through the fake mode is felt
         if not types and any(isinstance(item, torch.Tensor) for item in tree_leaves((args, kwargs))):
             with unset_fake_temporarily():
                 return function(*args, **(kwargs or {}))
@@ -246,8 +250,14 @@ def _run(
     chunks = build_chunks(config, stages, mesh, build)
     pipeline = Pipeline(config, plans, chunks, mesh)
     optimizer = build_optimizer(chunks, config.optimizer)
-    trainer = _trainer(config, mesh, chunks, pipeline, optimizer)
-    microbatches = trainer.batches.num_microbatches(trainer.state.consumed_samples)
+    schedule = BatchSchedule.from_config(config)
+    wanted = schedule.num_microbatches(schedule.total_samples)
+    counts = microbatches_to_run(config, wanted)
+    first, second = (count * schedule.samples_per_microbatch for count in counts)
+    two_steps = replace(
+        schedule, steps=((0, first), (first, second)), total_iterations=2, total_samples=first + second
+    )
+    trainer = _trainer(config, mesh, chunks, pipeline, optimizer, two_steps)
 
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     accounting.label(parameters, PARAMETERS)
@@ -257,29 +267,80 @@ def _run(
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(bytes_of(p.grad for p in parameters if p.grad is not None))
     )
-    accounting.start()
-    for _ in range(STEPS):
-        accounting.forget_messages()
+    buffers, messages = [], []
+    for _ in counts:
+        accounting.start()
         trainer.step()
         states = [tensor for _, tensor in named_state(chunks, optimizer)]
         accounting.label(states, OPTIMIZER)
-        accounting.label_rest(WORKSPACE, KEPT)
+        accounting.label_rest(WORKSPACE, BUFFERS)
+        buffers.append(accounting.most[BUFFERS])
+        messages.append(accounting.messages)
+    full = Growth(*counts, wanted)
+    more = full.of(*buffers) - buffers[1]
     return Rehearsal(
         rank=rank,
         coordinates=mesh.coordinates,
         stages=stages,
-        microbatches=microbatches,
+        microbatches=wanted,
+        rehearsed=counts,
         parameters=bytes_of(parameters),
         gradients=gradients[-1],
         optimizer=bytes_of(states),
-        kept=accounting.live[KEPT],
+        buffers=buffers[1] + more,
         activations=accounting.most[ACTIVATIONS],
-        peak=accounting.peak,
-        peak_parts=accounting.peak_parts,
-        messages=accounting.messages,
+        peak=accounting.peak + more,
+        peak_parts=accounting.peak_parts | {BUFFERS: accounting.peak_parts.get(BUFFERS, 0) + more},
+        messages=full.of_messages(*messages),
         seconds=time.perf_counter() - started,
         notes=notes,
     )
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a step of `wanted` microbatches has, from steps of `first` and `second`: each more adds the same."""
+
+    first: int
+    second: int
+    wanted: int
+
+    def of(self, at_first: int, at_second: int) -> int:
+        """The number at `wanted`."""
+        if self.wanted == self.second:
+            return at_second
+        return at_second + (at_second - at_first) * (self.wanted - self.second) // (self.second - self.first)
+
+    def of_messages(self, at_first: list[Message], at_second: list[Message]) -> list[Message]:
+        """The messages at `wanted`, those of each kind and axis by themselves."""
+        before = {(m.kind, m.axis): m for m in at_first}
+        return [
+            replace(m, count=self.of(before[key].count, m.count), bytes=self.of(before[key].bytes, m.bytes))
+            for m in at_second
+            for key in [(m.kind, m.axis)]
+        ]
+
+
+def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
+    """How many microbatches the two rehearsed steps have, so that a step of `wanted` follows from them.
+
+    From two a pipeline rank on, one more microbatch holds no more activations and sends as much as the one before.
+    Only GPipe holds all of them. A step of several passes follows from one pass and two.
+    """
+    parallel = config.parallel
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    kind = runnable_schedule(parallel.pipeline_schedule, size, wanted)
+    one_pass = pass_sizes(wanted, parallel.max_microbatches_per_step)[0][1]
+    if one_pass < wanted:
+        return one_pass, 2 * one_pass
+
+    def fewest(least: int) -> int:
+        fitting = (n for n in range(least, wanted) if check_microbatches(kind, size, chunks, n) is None)
+        return next(fitting, wanted)
+
+    if kind == "gpipe":
+        return fewest(1), wanted
+    return fewest(max(size, 2)), fewest(max(2 * size, 3))
 
 
 def _trainer(
@@ -288,10 +349,9 @@ def _trainer(
     chunks: list[GPTChunk],
     pipeline: Pipeline,
     optimizer: torch.optim.Optimizer,
+    batches: BatchSchedule,
 ) -> Trainer:
-    """The run's own trainer at the last batch size of the run; what only `run` needs is left out, `step` is called."""
-    batches = BatchSchedule.from_config(config)
-    begun = batches.steps[-1][0]
+    """The run's own trainer; what only its `run` needs is left out, `step` is called."""
     return Trainer(
         config=config,
         mesh=mesh,
@@ -305,7 +365,7 @@ def _trainer(
         checkpointer=None,
         metrics=None,
         stop=None,
-        state=TrainState(consumed_samples=begun, schedule_samples=begun),
+        state=TrainState(),
         loss_scale=LossScale.from_config(config.precision),
         timers=Timers(config.logging, mesh.device),
         progress=None,
@@ -325,11 +385,11 @@ def describe(found: Rehearsal, config: Config) -> str:
         *_row("parameters (fp32 shards)", found.parameters),
         *_row("gradients (shards)", found.gradients),
         *_row(f"optimizer state ({config.optimizer.optimizer})", found.optimizer),
-        *_row("buffers kept between steps", found.kept),
+        *_row("batch and receive buffers", found.buffers),
         *_row("activations, at most", found.activations),
         *_row("peak", found.peak),
     ]
-    order = (PARAMETERS, OPTIMIZER, KEPT, ACTIVATIONS, GATHERED, WORKSPACE)
+    order = (PARAMETERS, OPTIMIZER, BUFFERS, ACTIVATIONS, GATHERED, WORKSPACE)
     lines += [line for part in order for line in _row(f"  {part}", found.peak_parts.get(part, 0))]
     lines.append(f"  messages of a step ({found.microbatches:,} microbatches)")
     lines.append(f"    {'kind':<16}{'axis':<16}{'ranks':>6}{'number':>10}{'MiB':>14}{'MiB sent':>14}")
@@ -337,7 +397,10 @@ def describe(found: Rehearsal, config: Config) -> str:
         f"    {m.kind:<16}{m.axis:<16}{m.group_size:>6,}{m.count:>10,}{m.bytes / MIB:>14,.2f}{m.sent / MIB:>14,.2f}"
         for m in found.messages
     ]
-    lines.append(f"  {STEPS} steps rehearsed without an error in {found.seconds:.1f} s")
+    first, second = found.rehearsed
+    lines.append(
+        f"  a step of {first:,} and one of {second:,} microbatches rehearsed without an error in {found.seconds:.1f} s"
+    )
     return "\n".join(lines)
 
 
