@@ -117,17 +117,13 @@ def flags_of(plan: Plan, flags: Sequence[str]) -> list[str]:
     return [*flags, *plan.layout.flags()]
 
 
-def keep_accepted(found: Found, flags: Sequence[str], num_gpus: int) -> None:
-    """Drop the plans whose command line `--check` would refuse, and count why."""
-    plans = []
-    for plan in found.plans:
-        words = ["--check", "--world-size", str(num_gpus), *flags_of(plan, flags)]
-        try:
-            parse_arguments(words, Environment())
-            plans.append(plan)
-        except ConfigError as error:
-            found.refuse(str(error))
-    found.plans = plans
+def refusal(layout: Layout, flags: Sequence[str], num_gpus: int) -> str | None:
+    """What `pretrain_gpt.py --check` would say against a layout; None when it accepts it."""
+    try:
+        parse_arguments(["--check", "--world-size", str(num_gpus), *flags, *layout.flags()], Environment())
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def describe(found: Found, cluster: Cluster, flags: Sequence[str], top: int) -> str:
@@ -253,8 +249,8 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"--num-gpus {own.num_gpus} is not a multiple of --gpus-per-node {own.gpus_per_node}: plan for whole nodes"
         )
-    found = search(read_model(flags), cluster, fixed, own.top)
-    keep_accepted(found, flags, own.num_gpus)
+    config = read_model(flags)
+    found = search(config, cluster, fixed, own.top, lambda layout: refusal(layout, flags, own.num_gpus))
     if not found.plans:
         raise nothing_fits(found)
     print((as_json if own.json else describe)(found, cluster, flags, own.top))

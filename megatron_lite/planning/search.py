@@ -1,6 +1,6 @@
 """Layouts for a number of GPUs: made, held against memory, ranked by predicted step time. Imports no torch."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 
 from megatron_lite.config import Config, ConfigError
@@ -9,6 +9,7 @@ from megatron_lite.parallel.schedule import check_microbatches, runnable_schedul
 from megatron_lite.planning.devices import GIB, Cluster
 from megatron_lite.planning.memory import SPLIT_BACKWARD_SCHEDULES, RankMemory, microbatches_of, rank_memory
 from megatron_lite.planning.time import StepTime, least_seconds, step_time
+from megatron_lite.training.batch_size import BatchSchedule
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4)
@@ -41,7 +42,9 @@ class Layout:
         out = []
         for item in fields(self):
             value = getattr(self, item.name)
-            if value not in (None, False, "none"):
+            if value not in ("none", "always", None, False) and (
+                value != 1 or item.name == "micro_batch_size"
+            ):
                 out += ["--" + item.name.replace("_", "-"), *([] if value is True else [str(value)])]
         if self.tensor_model_parallel_size > 1:
             out.append("--sequence-parallel")
@@ -169,24 +172,24 @@ def _pipelines(
 ) -> Iterator[Layout]:
     """The schedules, micro batch sizes and replicas of one cut into (tensor, context, pipeline) ranks."""
     tensor, context, pipeline = cut
-    data, batch = cluster.num_gpus // (tensor * context * pipeline), config.training.global_batch_size
+    data = cluster.num_gpus // (tensor * context * pipeline)
+    batches = sorted({size for _, size in BatchSchedule.from_config(config).steps})
     for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
-        if batch % (micro * data):
-            found.refuse(
-                f"--global-batch-size {batch:,} does not divide by micro batch x data-parallel ranks"
-            )
+        odd = [size for size in batches if size % (micro * data)]
+        if odd:
+            found.refuse(f"a batch of {odd[0]:,} does not divide by micro batch x data-parallel ranks")
             continue
-        for name, chunks in _schedules(fixed, pipeline):
-            count = batch // (micro * data)
+        counts = [size // (micro * data) for size in batches]
+        for name, chunks in _schedules(config, fixed, pipeline):
             if pipeline * chunks > config.model.num_layers:
                 found.refuse(
                     f"--num-layers {config.model.num_layers} does not fill the stages of the pipeline"
                 )
                 continue
-            if check_microbatches(runnable_schedule(name, pipeline, count), pipeline, chunks, count):
+            if not all(_runs(name, pipeline, chunks, count) for count in counts):
                 found.refuse(f"--pipeline-schedule {name} cannot run the number of microbatches")
                 continue
-            if 3 * pipeline * chunks * count > MOST_ACTIONS:
+            if 3 * pipeline * chunks * counts[-1] > MOST_ACTIONS:
                 found.refuse("the pipeline has too many actions to be played here")
                 continue
             for replicas in _choices(
@@ -200,7 +203,7 @@ def _pipelines(
                 yield Layout(tensor, context, pipeline, chunks, name, micro, replicas)
 
 
-def _schedules(fixed: dict, pipeline: int) -> list[tuple[str, int]]:
+def _schedules(config: Config, fixed: dict, pipeline: int) -> list[tuple[str, int]]:
     """(schedule, chunks a rank) to try. gpipe is what 1f1b becomes with few microbatches, and never better."""
     if pipeline == 1:
         pairs = [("1f1b", 1)]
@@ -213,6 +216,7 @@ def _schedules(fixed: dict, pipeline: int) -> list[tuple[str, int]]:
         for name, number in pairs
         if (name == asked if asked else name != "gpipe")
         and (number == chunks if chunks else number in CHUNKS)
+        and not (config.parallel.compile and name in SPLIT_BACKWARD_SCHEDULES)
     ]
 
 
@@ -254,7 +258,10 @@ def _first_fit(
             one = replace(layout, recompute_granularity=recompute, max_microbatches_per_step=limit)
             applied = one.applied_to(config, cluster.num_gpus)
             passes, count = microbatches_of(applied)
-            if limit is not None and (passes == 1 or not _runs(one, count)):
+            if limit is not None and (
+                passes == 1
+                or not _runs(one.pipeline_schedule, pipeline, one.num_virtual_stages_per_pipeline_rank, count)
+            ):
                 continue
             ranks = sorted({0, 1, pipeline - 1} & set(range(pipeline)))
             over = max(m.total for m in rank_memory(applied, ranks)) - cluster.memory_limit
@@ -264,13 +271,17 @@ def _first_fit(
     return missing
 
 
-def _runs(layout: Layout, count: int) -> bool:
-    name, size = layout.pipeline_schedule, layout.pipeline_model_parallel_size
-    chunks = layout.num_virtual_stages_per_pipeline_rank
-    return check_microbatches(runnable_schedule(name, size, count), size, chunks, count) is None
+def _runs(name: str, pipeline: int, chunks: int, count: int) -> bool:
+    return check_microbatches(runnable_schedule(name, pipeline, count), pipeline, chunks, count) is None
 
 
-def search(config: Config, cluster: Cluster, fixed: dict, top: int) -> Found:
+def search(
+    config: Config,
+    cluster: Cluster,
+    fixed: dict,
+    top: int,
+    accepts: Callable[[Layout], str | None] | None = None,
+) -> Found:
     """The `top` fastest layouts that fit; with the weights in host memory only where no layout fits without.
 
     Layouts are played in the order of a lower bound of their step (the slowest rank's own work), until no bound is
@@ -279,7 +290,9 @@ def search(config: Config, cluster: Cluster, fixed: dict, top: int) -> Found:
     Args:
         config: complete, with its vocabulary; its own layout is not looked at.
         fixed: field of Layout -> the value that the user gave.
+        accepts: a last word on a layout, None or why it cannot run.
     """
+    accepts = accepts or (lambda layout: None)
     for offload in (False, True) if "fsdp_cpu_offload" not in fixed else (fixed["fsdp_cpu_offload"],):
         found = Found()
         fits = [
@@ -289,6 +302,11 @@ def search(config: Config, cluster: Cluster, fixed: dict, top: int) -> Found:
         for bound, _, layout, applied in sorted(fits, key=lambda fit: fit[:2]):
             if len(found.plans) >= top and bound > found.plans[top - 1].time.seconds:
                 break
+            reason = accepts(layout)
+            if reason is not None:
+                found.fitting -= 1
+                found.refuse(reason)
+                continue
             memory = rank_memory(applied)
             over = max(one.total for one in memory) - cluster.memory_limit
             if over > 0:
@@ -296,7 +314,7 @@ def search(config: Config, cluster: Cluster, fixed: dict, top: int) -> Found:
                 found.miss(over, layout)
                 continue
             found.plans.append(Plan(layout, applied, memory, step_time(applied, cluster)))
-            found.plans.sort(key=lambda plan: plan.time.seconds)
+            found.plans.sort(key=lambda plan: (plan.time.seconds, plan.worst.total))
         if found.plans:
             break
     return found

@@ -27,6 +27,8 @@ from megatron_lite.training.flops import flops_per_step
 
 # Assumed: core attention's kernels reach this share of what large matrix products reach.
 ATTENTION_SHARE = 0.6
+# Assumed: the kernel that takes a dense mask, which context parallelism needs, reaches half of that.
+MASKED_SHARE = 0.3
 # Element-wise operators read and write each kept activation about so often, forward and backward.
 ELEMENTWISE_PASSES = 2
 HOST_BANDWIDTH = 25e9  # bytes/s of a GPU to host memory and back, PCIe 4 x16 in practice
@@ -76,7 +78,8 @@ def block_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
     """(matrix products, core attention, element-wise) seconds of one block's forward on one microbatch.
 
     matrix products  2 T W / t / (efficiency x peak), W the weights of the block's matrices
-    core attention   2 T S q / t / (efficiency x 0.6 x peak): causal, the masked half is not counted
+    core attention   2 T S q / t / (efficiency x 0.6 x peak): causal, the masked half is not counted;
+                     with context parallelism 0.3 instead, and 1 + 1/(2 cp) of the work (its dense masks)
     element-wise     2 x kept activations / memory bandwidth
     """
     t, tokens, device = (
@@ -87,7 +90,9 @@ def block_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
     speed = device.efficiency * device.flops
     query = config.model.num_attention_heads * config.model.kv_channels
     matrices = 2 * tokens * block_matrix_parameters(config.model) / t / speed
-    attention = 2 * tokens * config.data.seq_length * query / t / (speed * ATTENTION_SHARE)
+    cp = config.parallel.context_parallel_size
+    share, seen = (ATTENTION_SHARE, 1.0) if cp == 1 else (MASKED_SHARE, 1 + 1 / (2 * cp))
+    attention = 2 * tokens * config.data.seq_length * query * seen / t / (speed * share)
     moved = ELEMENTWISE_PASSES * block_activations(config, None)
     return matrices, attention, moved / device.memory_bandwidth
 
