@@ -1,0 +1,125 @@
+"""Bytes by hand, and that they fall where they should."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_lite.parallel.partition import stages_of_rank
+from megatron_lite.parallel.schedule import build_schedule, peak_in_flight
+from megatron_lite.planning.memory import (
+    activations_in_flight,
+    block_activations,
+    rank_memory,
+    stage_activations,
+    stages_of,
+)
+from tests.planning.layouts import config
+
+MATRICES = 2048 * (2048 + 2 * 1024) + 2048 * 2048 + 3 * 2048 * 5632
+NORMS = 2 * 2048
+ROWS = 32000 * 2048
+TOTAL = 16 * (MATRICES + NORMS) + 2 * ROWS + 2048
+
+
+def parts(**values):
+    return rank_memory(config(**values))[0].parts
+
+
+def total(**values):
+    return max(one.total for one in rank_memory(config(**values)))
+
+
+def test_states_are_the_closed_forms_of_zero_3():
+    """4 bytes of parameter, 8 of Adam's averages, 4 of gradient added up whole: 16 P in one process."""
+    alone = parts(num_gpus=1)
+    assert alone["parameters"] == 4 * TOTAL and alone["optimizer state"] == 8 * TOTAL
+    assert alone["unsharded gradients"] == 4 * TOTAL
+    many = parts(num_gpus=64)
+    assert many["parameters"] == 4 * TOTAL / 64 and many["optimizer state"] == 8 * TOTAL / 64
+    copies = parts(num_gpus=64, num_distributed_optimizer_instances=8)
+    assert copies["parameters"] == 4 * TOTAL / 8
+
+
+def test_tensor_ranks_cut_matrices_and_vocabulary_but_not_norms():
+    found = parts(num_gpus=8, tensor_model_parallel_size=4)
+    local = 16 * (MATRICES / 4 + NORMS) + 2 * ROWS / 4 + 2048
+    assert found["parameters"] == pytest.approx(4 * local / 2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_matrix", "per_other"), [("adam", 8, 8), ("sgd", 4, 4), ("muon", 4, 8)]
+)
+def test_optimizer_state(optimizer, per_matrix, per_other):
+    found = rank_memory(config(num_gpus=8, extra=["--optimizer", optimizer]))[0].parts["optimizer state"]
+    assert found == pytest.approx((per_matrix * 16 * MATRICES + per_other * (TOTAL - 16 * MATRICES)) / 8)
+
+
+def test_all_pipeline_ranks_together_hold_the_model():
+    for schedule, chunks in (("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2)):
+        ranks = rank_memory(
+            config(
+                num_gpus=4,
+                pipeline_model_parallel_size=4,
+                pipeline_schedule=schedule,
+                num_virtual_stages_per_pipeline_rank=chunks,
+            )
+        )
+        assert sum(one.parts["parameters"] for one in ranks) == 4 * TOTAL
+
+
+def test_a_gpt_block_is_korthikantis_34_less_two_masks():
+    """Without dropout masks and with the tanh GELU: 32 s b h bytes and the statistics of norms and softmax."""
+    gpt = ["--normalization", "LayerNorm", "--num-query-groups", "16", "--ffn-hidden-size", "8192"]
+    found = config(extra=gpt)
+    found = block_activations(_without_swiglu(found), None)
+    assert found == 4096 * (32 * 2048 + 2 * 8 + 4 * 16)
+
+
+def _without_swiglu(found):
+    return replace(found, model=replace(found.model, swiglu=False))
+
+
+def test_recompute_and_sharding_lower_memory():
+    for values in ({"num_gpus": 8}, {"num_gpus": 16, "pipeline_model_parallel_size": 4}):
+        none, selective, full = (
+            total(recompute_granularity=name, **values) for name in ("none", "selective", "full")
+        )
+        assert full < selective < none
+    assert total(num_gpus=64) < total(num_gpus=8) < total(num_gpus=1)
+    assert total(num_gpus=8, tensor_model_parallel_size=4) < total(num_gpus=8)
+    assert total(num_gpus=8, context_parallel_size=2, micro_batch_size=4) < total(
+        num_gpus=8, micro_batch_size=4
+    )
+    assert total(num_gpus=8) <= total(num_gpus=8, reshard_after_forward="never")
+    offloaded = rank_memory(config(num_gpus=8, fsdp_cpu_offload=True))[0]
+    assert offloaded.total < total(num_gpus=8) and offloaded.host == 16 * TOTAL / 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("1f1b", 1),
+        ("interleaved-1f1b", 2),
+        ("interleaved-1f1b", 4),
+        ("interleaved-zero-bubble", 2),
+        ("zbv", 2),
+    ]
+    + [("dualpipev", 2)],
+)
+@pytest.mark.parametrize("num_gpus", [4, 16])
+def test_in_flight_is_the_schedules_peak(schedule, chunks, num_gpus):
+    """Against peak_in_flight over the whole pass, where the planner looks at its first rounds only."""
+    found = config(
+        num_gpus=num_gpus,
+        pipeline_model_parallel_size=4,
+        pipeline_schedule=schedule,
+        num_virtual_stages_per_pipeline_rank=chunks,
+    )
+    plans = stages_of(found)
+    actions = build_schedule(schedule, 4, 256 * 4 // num_gpus, chunks)
+    weights = [stage_activations(found, plan) for plan in plans]
+    for rank in range(4):
+        mine = stages_of_rank(plans, rank)
+        assert activations_in_flight(found, rank, mine) == pytest.approx(
+            peak_in_flight(actions[rank], weights)
+        )

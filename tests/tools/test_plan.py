@@ -1,0 +1,72 @@
+"""The planner as a program."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.arguments import parse_arguments
+from megatron_lite.config import ConfigError
+from megatron_lite.environment import Environment
+from tests.planning.layouts import SMALL
+from tools.plan import main
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = [*SMALL, "--num-layers", "8", "--global-batch-size", "64"]
+PLACE = ["--num-gpus", "16", "--gpu", "h100", "--pipeline-model-parallel-size", "2"]
+
+
+def test_the_table_and_commands_that_check_accepts(capsys):
+    main([*PLACE, "--top", "2", *MODEL])
+    text = capsys.readouterr().out
+    assert "an estimate: matrix products reach 65%" in text and "layouts held against" in text
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("torchrun")]
+    assert len(commands) == 2
+    for words in commands:
+        assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "2"]
+        flags = words[words.index("pretrain_gpt.py") + 1 :]
+        config = parse_arguments(["--check", "--world-size", "16", *flags], Environment())
+        assert config.parallel.pipeline_model_parallel_size == 2
+
+
+def test_json_without_torch():
+    program = f"import sys\nfrom tools.plan import main\nmain({[*PLACE, '--json', *MODEL]!r})\nassert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    first, second = found["plans"][:2]
+    assert 0 < first["step"]["seconds"] <= second["step"]["seconds"] and 0 < first["step"]["mfu"] < 0.65
+    for rank in first["memory_bytes"]:
+        sizes = [size for name, size in rank.items() if name not in ("rank", "total", "host")]
+        assert sum(sizes) == pytest.approx(rank["total"]) and rank["total"] < 80e9
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--num-gpus", "12", "--gpu", "h100", *MODEL], "not a multiple of --gpus-per-node 8"),
+        (["--num-gpus", "8", "--gpu", "custom", *MODEL], "--gpu custom needs --gpu-memory-gb"),
+        (["--num-gpus", "8", "--gpu", "h100", "--gpu-tflops", "9", *MODEL], "--gpu is h100"),
+        (["--num-gpus", "8", "--gpu", "v100", *MODEL], "invalid choice"),
+        (["--num-gpus", "0", "--gpu", "h100", *MODEL], "wanted a whole number"),
+        (["--num-gpus", "8", "--gpu", "h100", *MODEL, "--hiden-size", "8"], "--hidden-size"),
+        ([*PLACE, "--tensor-model-parallel-size", "3", *MODEL], "no layout can run: "),
+        (["--num-gpus", "8", "--gpu", "custom", "--gpu-memory-gb", "3", "--gpu-tflops", "9", "--nvlink-gb-s", "9"]
+         + ["--network-gb-s", "9", *MODEL], "no layout fits: of "),
+    ],
+)  # fmt: skip
+def test_errors_are_one_sentence(words, sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        main(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_exit_code_is_2():
+    command = [sys.executable, "tools/plan.py", "--num-gpus", "8", "--gpu", "h100", "--num-layers", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
