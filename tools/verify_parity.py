@@ -113,14 +113,26 @@ def comparable(config: Config, precision: str) -> Config:
 
 
 def random_batch(config: Config, step: int) -> Batch:
-    """A global batch [samples, S], the same on every rank; an uneven part of each sample is masked."""
+    """A global batch [samples, S], the same on every rank; an uneven part of each sample is masked.
+
+    With --reset-attention-mask or --reset-position-ids a sample holds several documents.
+    """
     generator = torch.Generator().manual_seed(config.training.seed + step)
     shape = (config.training.global_batch_size, config.data.seq_length)
     tokens, labels = (torch.randint(0, config.model.vocab_size, shape, generator=generator) for _ in range(2))
     kept = torch.rand(shape[0], 1, generator=generator)
     labels[torch.rand(shape, generator=generator) > kept] = -100
     labels[0, 0] = 0
-    return {"tokens": tokens, "labels": labels}
+    batch = {"tokens": tokens, "labels": labels}
+    if config.data.reset_attention_mask or config.data.reset_position_ids:
+        starts = torch.rand(shape, generator=generator) < 4 / shape[1]
+        starts[:, 0] = True
+        positions = torch.arange(shape[1]).expand(shape)
+        if config.data.reset_attention_mask:
+            batch["document_ids"] = starts.cumsum(dim=1)
+        if config.data.reset_position_ids:
+            batch["position_ids"] = positions - (positions * starts).cummax(dim=1).values
+    return batch
 
 
 def my_samples(batch: Batch, config: Config, mesh: ParallelMesh) -> Batch:
@@ -213,9 +225,11 @@ def mean_loss(model: nn.Module, batch: Batch, config: Config, device: torch.devi
     """Mean cross-entropy over unmasked tokens; in a half format the model computes with cast parameters."""
     dtype = compute_dtype(config.precision)
     parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
-    logits = torch.func.functional_call(model, parameters, (batch["tokens"].to(device),))
+    whole = {key: t.to(device) for key, t in batch.items()}
+    tokens, labels = whole.pop("tokens"), whole.pop("labels")
+    logits = torch.func.functional_call(model, parameters, (tokens,), whole)
     logits = logits[..., : config.model.vocab_size].float()
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].to(device).flatten())
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def torch_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optimizer]:

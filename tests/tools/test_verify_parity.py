@@ -157,7 +157,8 @@ def test_a_planted_fault_is_found(fault):
     "layout",
     [
         LAYOUT,
-        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --optimizer sgd",
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --optimizer sgd"
+        " --reset-attention-mask --reset-position-ids",
     ],
 )
 def test_a_right_layout_is_equal(layout):
