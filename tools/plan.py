@@ -126,17 +126,17 @@ def refusal(layout: Layout, flags: Sequence[str], num_gpus: int) -> str | None:
     return None
 
 
-def describe(found: Found, cluster: Cluster, flags: Sequence[str], top: int) -> str:
+def describe(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
     """The table of the best, what became of the others, the assumptions, and the commands."""
     rows = [
         ("", "pp", "chunks", "schedule", "tp", "cp", "dp", "copies", "micro", "recompute", "reshard")
         + ("GiB/GPU", "s/step", "tokens/s/GPU", "TFLOP/s", "MFU", "idle", "exposed")
     ]
-    rows += [_row(place, plan) for place, plan in enumerate(found.plans[:top], 1)]
+    rows += [_row(place, plan) for place, plan in enumerate(found.plans, 1)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows]
     lines += ["", *_summary(found, cluster), "", _assumptions(cluster)]
-    for place, plan in enumerate(found.plans[:top], 1):
+    for place, plan in enumerate(found.plans, 1):
         lines += ["", f"# {place}: memory of pipeline rank {plan.worst.rank}, GiB: " + _parts(plan)]
         lines.append(command_of(plan, cluster, flags))
     return "\n".join(lines)
@@ -209,7 +209,7 @@ def _assumptions(cluster: Cluster) -> str:
     )
 
 
-def as_json(found: Found, cluster: Cluster, flags: Sequence[str], top: int) -> str:
+def as_json(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
     """The same as describe, for programs; bytes, seconds, shares."""
     plans = [
         {
@@ -221,7 +221,7 @@ def as_json(found: Found, cluster: Cluster, flags: Sequence[str], top: int) -> s
             "flags": flags_of(plan, flags),
             "command": command_of(plan, cluster, flags),
         }
-        for plan in found.plans[:top]
+        for plan in found.plans
     ]
     size, layout = found.least_missing or (None, None)
     others = {
@@ -253,7 +253,7 @@ def main(argv: Sequence[str]) -> None:
     found = search(config, cluster, fixed, own.top, lambda layout: refusal(layout, flags, own.num_gpus))
     if not found.plans:
         raise nothing_fits(found)
-    print((as_json if own.json else describe)(found, cluster, flags, own.top))
+    print((as_json if own.json else describe)(found, cluster, flags))
 
 
 if __name__ == "__main__":

@@ -192,16 +192,15 @@ def stage_activations(config: Config, plan: StagePlan) -> float:
 def _logits(config: Config) -> tuple[float, float]:
     """(bytes kept until the loss's backward, most bytes alive beside them in it) of the logits [T, V/t].
 
-    One rank: log-probabilities in fp32 (4) are kept; beside them their gradient, the logits' gradient in fp32 and in
-    a. Several tensor ranks: probabilities in a are kept, with a and twice 4 beside them. With
+    One rank: log-probabilities in fp32 (4) are kept; beside them their gradient and the logits', both fp32. Several tensor ranks: probabilities in a are kept, with a and twice 4 beside them. With
     --cross-entropy-loss-fusion 1,024 rows at a time, nothing kept.
     """
     a, t = activation_width(config), config.parallel.tensor_model_parallel_size
     rows, width = tokens_per_microbatch(config), config.model.padded_vocab_size / t
-    kept = 4 if t == 1 else a
+    kept, beside = (4, 8) if t == 1 else (a, 8 + a)
     if config.model.cross_entropy_loss_fusion and rows > LOSS_CHUNK_TOKENS:
-        return 0.0, LOSS_CHUNK_TOKENS * width * (kept + 8 + a)
-    return kept * rows * width, (8 + a) * rows * width
+        return 0.0, LOSS_CHUNK_TOKENS * width * (kept + beside)
+    return kept * rows * width, beside * rows * width
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,7 @@ def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[Rank
       a stage's backward begins: activations of the microbatches in flight, the workspace of a block's backward, the
         gathered weights (where they are freed after forward: of a block and the largest unit only);
       it ends: gathered weights of all its blocks, one microbatch's activations less;
-      the loss, on the last stage: as when a backward begins, with the logits' workspace;
+      the loss, on the last stage: as when a backward begins, with the head gathered and the logits' workspace;
       when gradients are reduced: gathered weights, the largest unit once more in the reduction's format, gradient
         shards 4 P/n.
     The vocabulary has to be known.
@@ -276,8 +275,10 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], num_stages: in
         {"gathered weights": gathered, "gradient shards": parameters, "workspace": reduction},
     ]
     if any(plan.has_lm_head for plan in plans):
+        unit = activation_width(config) * max(local_unit(config, plan) for plan in plans)
+        at_loss = min(gathered, unit) if reshards(config) else gathered
         loss = _logits(config)[1]
-        moments.append({"gathered weights": at_start, "activations": in_flight, "workspace": loss})
+        moments.append({"gathered weights": at_loss, "activations": in_flight, "workspace": loss})
     parts = kept | max(moments, key=lambda moment: sum(moment.values()))
     host = 0.0
     if config.parallel.fsdp_cpu_offload:

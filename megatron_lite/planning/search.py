@@ -315,6 +315,7 @@ def search(
                 continue
             found.plans.append(Plan(layout, applied, memory, step_time(applied, cluster)))
             found.plans.sort(key=lambda plan: (plan.time.seconds, plan.worst.total))
+            del found.plans[top:]
         if found.plans:
             break
     return found

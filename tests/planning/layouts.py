@@ -1,10 +1,18 @@
 """A small Llama-like model and a way to put it in a layout, for the planner's tests."""
 
+import shlex
+
 from megatron_lite.planning.devices import DEVICES, Cluster
 from megatron_lite.planning.search import Layout
 from tools.plan import read_model
 
-SMALL = ["--num-layers", "16", "--hidden-size", "2048", "--num-attention-heads", "16", "--group-query-attention", "--num-query-groups", "8", "--ffn-hidden-size", "5632", "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "4096", "--global-batch-size", "256", "--train-iters", "10", "--lr", "1e-4", "--tokenizer-type", "NullTokenizer", "--vocab-size", "31999", "--mock-data", "--bf16"]
+SMALL = shlex.split("""
+    --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 8
+    --ffn-hidden-size 5632 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --seq-length 4096
+    --global-batch-size 256 --train-iters 10 --lr 1e-4 --tokenizer-type NullTokenizer --vocab-size 31999 --mock-data
+    --bf16
+""")
 
 
 def layout(**values):

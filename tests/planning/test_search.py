@@ -19,12 +19,12 @@ def flags_of_model(layers=8, heads=8, batch=64, seq=2048):
     return [*SMALL, *(str(word) for pair in sizes.items() for word in pair)]
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     layers=st.integers(2, 13),
     heads=st.sampled_from([4, 6, 8]),
     batch=st.sampled_from([8, 12, 30, 64]),
-    gpus=st.sampled_from([1, 2, 4, 6, 8, 16, 24]),
+    gpus=st.sampled_from([1, 2, 4, 6, 8, 16]),
     ramp=st.booleans(),
 )
 def test_every_planned_layout_passes_check(layers, heads, batch, gpus, ramp):
@@ -36,7 +36,7 @@ def test_every_planned_layout_passes_check(layers, heads, batch, gpus, ramp):
     found = Found()
     fits = list(fitting(read_model(flags), machine, {}, found, offload=False))
     assert len(fits) == found.fitting
-    for layout, applied in fits[:: max(1, len(fits) // 12)]:
+    for layout, applied in fits[:: max(1, len(fits) // 8)]:
         assert refusal(layout, flags, gpus) is None, layout
         assert applied.parallel.data_parallel_size * applied.parallel.model_parallel_size == gpus
 

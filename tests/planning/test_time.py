@@ -1,5 +1,7 @@
 """The step's parts against hand-made numbers and the simulator; published runs within a stated error."""
 
+import shlex
+
 import pytest
 
 from megatron_lite.parallel.schedule import StageTimes, schedule_timeline
@@ -66,8 +68,10 @@ def test_what_costs_time():
     assert step_time(config(num_gpus=8), cluster(device="b200")).seconds < base
 
 
-GPT = ["--train-iters", "1", "--lr", "1e-4", "--tokenizer-type", "NullTokenizer", "--mock-data", "--bf16", "--vocab-size", "51199"]
-GPT += ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "2048", "--max-position-embeddings", "2048"]
+GPT = shlex.split("""
+    --train-iters 1 --lr 1e-4 --tokenizer-type NullTokenizer --vocab-size 51199 --mock-data --bf16 --seq-length 2048
+    --max-position-embeddings 2048 --hidden-dropout 0 --attention-dropout 0
+""")
 # Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), table 1: layers, hidden, heads, tp, pp, GPUs, batch, and
 # achieved TFLOP/s a GPU (A100), recomputed work counted.
 PAPER = [

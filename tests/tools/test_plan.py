@@ -33,7 +33,8 @@ def test_the_table_and_commands_that_check_accepts(capsys):
 
 
 def test_json_without_torch():
-    program = f"import sys\nfrom tools.plan import main\nmain({[*PLACE, '--json', *MODEL]!r})\nassert 'torch' not in sys.modules"
+    call = f"main({[*PLACE, '--json', *MODEL]!r})"
+    program = f"import sys\nfrom tools.plan import main\n{call}\nassert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
