@@ -86,7 +86,7 @@ class Cluster:
             return 0.0
         inside = max(1, min(ranks, self.gpus_per_node // stride))
         nodes = ranks / inside
-        seconds = size * (inside - 1) / inside / self.device.nvlink
+        seconds = size * (ranks - 1) / ranks / self.device.nvlink if inside > 1 else 0.0
         if nodes > 1:
             seconds = max(seconds, size * (nodes - 1) / nodes / (inside * self.device.network))
         return seconds / self.link_efficiency + self.latency

@@ -192,8 +192,9 @@ def stage_activations(config: Config, plan: StagePlan) -> float:
 def _logits(config: Config) -> tuple[float, float]:
     """(bytes kept until the loss's backward, most bytes alive beside them in it) of the logits [T, V/t].
 
-    One rank: log-probabilities in fp32 (4) are kept; beside them their gradient and the logits', both fp32. Several tensor ranks: probabilities in a are kept, with a and twice 4 beside them. With
-    --cross-entropy-loss-fusion 1,024 rows at a time, nothing kept.
+    One rank: log-probabilities in fp32 (4) are kept; beside them their gradient and the logits', both fp32. Several
+    tensor ranks: probabilities in a are kept, with a and twice 4 beside them. With --cross-entropy-loss-fusion 1,024
+    rows at a time, nothing kept.
     """
     a, t = activation_width(config), config.parallel.tensor_model_parallel_size
     rows, width = tokens_per_microbatch(config), config.model.padded_vocab_size / t

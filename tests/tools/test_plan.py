@@ -57,8 +57,8 @@ def test_json_without_torch():
         (["--num-gpus", "0", "--gpu", "h100", *MODEL], "wanted a whole number"),
         (["--num-gpus", "8", "--gpu", "h100", *MODEL, "--hiden-size", "8"], "--hidden-size"),
         ([*PLACE, "--tensor-model-parallel-size", "3", *MODEL], "no layout can run: "),
-        (["--num-gpus", "8", "--gpu", "custom", "--gpu-memory-gb", "3", "--gpu-tflops", "9", "--nvlink-gb-s", "9"]
-         + ["--network-gb-s", "9", *MODEL], "no layout fits: of "),
+        (["--num-gpus", "8", "--gpu", "custom", "--gpu-memory-gb", "2.5", "--gpu-tflops", "9", "--nvlink-gb-s", "9"]
+         + ["--network-gb-s", "9", "--pipeline-model-parallel-size", "1", *MODEL], "no layout fits: of "),
     ],
 )  # fmt: skip
 def test_errors_are_one_sentence(words, sentence):
