@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.mesh_sizes import mesh_sizes
-from megatron_lite.model.costs import block_matrix_parameters, model_costs
+from megatron_lite.model.costs import ModelCosts, block_matrix_parameters, model_costs
 from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
 from megatron_lite.parallel.schedule import Action, build_schedule, runnable_schedule
 
@@ -64,23 +64,32 @@ def microbatches_of(config: Config) -> tuple[int, int]:
     return count // size, size
 
 
+@lru_cache(maxsize=64)
+def costs_of(model: ModelConfig, seq_length: int) -> ModelCosts:
+    """`model_costs`, remembered: a search asks for them a hundred thousand times."""
+    return model_costs(model, seq_length)
+
+
 def block_parameters(config: Config) -> float:
     """Parameters of one block on a tensor rank: matrices and column biases / t, norms and row biases whole."""
-    model, t = config.model, config.parallel.tensor_model_parallel_size
-    whole = model_costs(model, config.data.seq_length).block.parameters
+    return _block_parameters(config.model, config.parallel.tensor_model_parallel_size)
+
+
+@lru_cache(maxsize=64)
+def _block_parameters(model: ModelConfig, tensor_size: int) -> float:
+    whole = model_costs(model, 1).block.parameters
     split = block_matrix_parameters(model)
-    query, key_value = _widths(config)
     if model.add_qkv_bias or not model.disable_bias_linear:
-        split += query + 2 * key_value
+        split += (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     if not model.disable_bias_linear:
         split += (2 if model.swiglu else 1) * model.ffn_hidden_size
-    return whole - split + split / t
+    return whole - split + split / tensor_size
 
 
 def stage_local_parameters(config: Config, plan: StagePlan) -> float:
     """Parameters of a stage on a tensor rank, before FSDP cuts them: vocabulary rows / t, the rest as blocks are."""
     model, t = config.model, config.parallel.tensor_model_parallel_size
-    costs = model_costs(model, config.data.seq_length)
+    costs = costs_of(model, config.data.seq_length)
     rows = model.padded_vocab_size * model.hidden_size
     count = len(plan.layers) * block_parameters(config)
     if plan.has_embedding:

@@ -15,7 +15,7 @@ from tests.planning.layouts import SMALL
 from tools.plan import main
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = [*SMALL, "--num-layers", "8", "--global-batch-size", "64"]
+MODEL = [*SMALL, "--num-layers", "4", "--global-batch-size", "32"]
 PLACE = ["--num-gpus", "16", "--gpu", "h100", "--pipeline-model-parallel-size", "2"]
 
 
