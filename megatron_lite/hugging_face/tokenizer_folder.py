@@ -119,6 +119,7 @@ def _write_settings(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 adds token types otherwise
         "add_bos_token": False,
         "add_eos_token": False,
         "split_special_tokens": split_special,

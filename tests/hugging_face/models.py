@@ -20,12 +20,22 @@ ROTARY = {
 }
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 1000.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+# transformers 4 has its rotary settings in two fields, 5 in one.
+BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
+
+
+def rope(theta, scaling=None):
+    """The rotary fields that the installed transformers reads."""
+    if BEFORE_5:
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    return {"rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": theta}}
+
+
 GPT2 = {
     "vocab_size": VOCAB,
     "n_embd": 32,
@@ -44,9 +54,9 @@ GPT2 = {
 
 def _cases():
     rotary = {
-        "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        "llama": ("LlamaConfig", rope(500.0)),
         "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-        "llama3-scaling": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+        "llama3-scaling": ("LlamaConfig", rope(1000.0, LLAMA3)),
         "llama-head-dim": ("LlamaConfig", {"head_dim": 12}),
         "mistral": ("MistralConfig", {"sliding_window": 7}),
         "mistral-no-window": ("MistralConfig", {"sliding_window": None, "head_dim": 16}),

@@ -138,7 +138,7 @@ def test_export_of_a_run(trained, tmp_path, capsys):
         "eos_token_id": 2,
     }
 
-    loaded = AutoModelForCausalLM.from_pretrained(output)
+    loaded = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight and loaded.dtype == torch.bfloat16
     theirs = loaded.float().generate(
@@ -228,9 +228,9 @@ def hostile(folder):
     (folder / "taken" / "file").write_text("x")
     content = json.loads((folder / "good" / "config.json").read_text())
     cases = {
-        "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": None},
         "mamba": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-        "conflict": {"rope_theta": 7.0},
+        "conflict": {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 8.0}},
     }
     for name, changes in cases.items():
         shutil.copytree(folder / "good", folder / name)
