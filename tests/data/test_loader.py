@@ -274,7 +274,7 @@ def test_a_process_ends_although_its_loader_is_busy(busy):
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", program], cwd=root, timeout=240, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "torch.Size([32, 8])\n", "")
 

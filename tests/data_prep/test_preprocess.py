@@ -220,8 +220,15 @@ def test_refusals(tmp_path, model, words, sentence):
 
 def start(*argv, **options):
     command = [sys.executable, "data_prep/preprocess_data.py", *map(str, argv)]
+    # A shell's background job, as tests may be run, hands "ignore SIGINT" down to its children.
+    with_signals = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **(with_signals | options),
     )
 
 
