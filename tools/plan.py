@@ -22,11 +22,17 @@ from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.command_line import Parser, number, run
 from megatron_lite.environment import Environment
 from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.parallel.schedule import SCHEDULES
 from megatron_lite.planning.devices import DEVICES, GIB, Cluster, Device, custom_device
-from megatron_lite.planning.search import Found, Layout, Plan, nothing_fits, search
+from megatron_lite.planning.search import RECOMPUTE, Found, Layout, Plan, nothing_fits, search
 from megatron_lite.training.run_report import KNOWN_VOCABULARIES
 
 CUSTOM = ("gpu_memory_gb", "gpu_tflops", "nvlink_gb_s", "network_gb_s")
+TEXTS = {
+    "pipeline_schedule": tuple(SCHEDULES),
+    "recompute_granularity": RECOMPUTE,
+    "reshard_after_forward": ("always", "never", "keep-last"),
+}
 ASSUMED = (
     "an estimate: matrix products reach {efficiency:.0%} of the {peak:,.0f} TFLOP/s peak, links {link:.0%} of "
     "{nvlink:,.0f} (NVLink) and {network:,.0f} GB/s (network) a GPU and direction; {limit:,.1f} GiB of {memory:,.1f} "
@@ -61,7 +67,7 @@ def build_parser() -> Parser:
     for item in fields(Layout):
         options: dict[str, Any] = {"action": "store_true"} if item.type is bool else {"type": number(1)}
         if item.type is str:
-            options = {}
+            options = {"choices": TEXTS[item.name]}
         held.add_argument(
             "--" + item.name.replace("_", "-"), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
         )

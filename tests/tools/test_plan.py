@@ -54,11 +54,12 @@ def test_json_without_torch():
         (["--num-gpus", "8", "--gpu", "custom", *MODEL], "--gpu custom needs --gpu-memory-gb"),
         (["--num-gpus", "8", "--gpu", "h100", "--gpu-tflops", "9", *MODEL], "--gpu is h100"),
         (["--num-gpus", "8", "--gpu", "v100", *MODEL], "invalid choice"),
+        ([*PLACE, "--pipeline-schedule", "2f2b", *MODEL], "invalid choice: '2f2b'"),
         (["--num-gpus", "0", "--gpu", "h100", *MODEL], "wanted a whole number"),
         (["--num-gpus", "8", "--gpu", "h100", *MODEL, "--hiden-size", "8"], "--hidden-size"),
         ([*PLACE, "--tensor-model-parallel-size", "3", *MODEL], "no layout can run: "),
         (["--num-gpus", "8", "--gpu", "custom", "--gpu-memory-gb", "2.5", "--gpu-tflops", "9", "--nvlink-gb-s", "9"]
-         + ["--network-gb-s", "9", "--pipeline-model-parallel-size", "1", *MODEL], "no layout fits: of "),
+         + ["--network-gb-s", "9", "--tensor-model-parallel-size", "1", *MODEL], "no layout fits: of "),
     ],
 )  # fmt: skip
 def test_errors_are_one_sentence(words, sentence):
