@@ -71,6 +71,7 @@ class Metrics:
         state.flops += flops_per_step(self._config, result.global_batch_size)
         if state.iteration % self._config.logging.tensorboard_log_interval == 0:
             self._tracker.track(self._record([result], state), state.iteration)
+        self._tracker.show(self._now(result, state))
         if state.iteration % self._config.logging.log_interval == 0 or state.iteration == self._total:
             self._tracker.say(self.line(self._record(self._steps, state), state))
             lines, seconds = self._timers.report(len(self._steps))
@@ -78,6 +79,13 @@ class Metrics:
                 self._tracker.say(lines)
                 self._tracker.track({"iteration": state.iteration, **seconds}, state.iteration)
             self._steps.clear()
+
+    def _now(self, result: StepResult, state: TrainState) -> str:
+        left = (self._total - state.iteration) * result.seconds
+        return (
+            f"iteration {state.iteration}/{self._total} ({state.iteration / max(1, self._total):.0%}), "
+            f"loss {result.loss:.4f}, {result.tokens / result.seconds:,.0f} tokens/s, ETA {_duration(left)}"
+        )
 
     def _record(self, steps: list[StepResult], state: TrainState) -> dict[str, Any]:
         last = steps[-1]

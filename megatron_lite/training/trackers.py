@@ -5,6 +5,8 @@ A tracker that is missing, down or out of space never stops a run: it is reporte
 
 import json
 import math
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from megatron_lite.environment import Environment, set_default
 from megatron_lite.training.state import TrainState
 
 Record = dict[str, Any]
+_CLEAR_LINE = "\r\x1b[2K"
 
 
 class Sink(Protocol):
@@ -37,11 +40,18 @@ class Tracker:
     def __init__(self, sinks: list[Sink], speaks: bool) -> None:
         self._sinks = sinks
         self._speaks = speaks
+        self._on_terminal = speaks and sys.stdout.isatty()
 
     def say(self, line: str) -> None:
         """Print a line of the log."""
         if self._speaks:
-            print(line, flush=True)
+            print(f"{_CLEAR_LINE if self._on_terminal else ''}{line}", flush=True)
+
+    def show(self, line: str) -> None:
+        """On a terminal, a line that the next one replaces: where the run is right now."""
+        if self._on_terminal:
+            width = shutil.get_terminal_size().columns
+            print(f"{_CLEAR_LINE}{line[: width - 1]}", end="", flush=True)
 
     def track(self, record: Record, step: int) -> None:
         """Give a record to every sink."""

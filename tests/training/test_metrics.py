@@ -156,3 +156,12 @@ def test_tensorboard_gets_megatrons_names(tmp_path):
     assert [point.value for point in events.Scalars("lm loss")] == [3.0, 2.0]
     assert {"grad-norm", "learning-rate", "batch-size"} <= set(events.Tags()["scalars"])
     assert "memory-bytes" not in events.Tags()["scalars"]
+
+
+def test_a_terminal_shows_where_the_run_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    metrics = Metrics(config_with(), torch.device("cpu"), 1, 4, Tracker([], speaks=True))
+    steps(metrics, 3.0)
+    assert capsys.readouterr().out == "\r\x1b[2Kiteration 1/4 (25%), loss 3.0000, 128 tokens/s, ETA 0:00:02"
+    steps(metrics, 3.0, 2.0)
+    assert "\r\x1b[2K[" in capsys.readouterr().out, "a line of the log takes its place"
