@@ -58,6 +58,7 @@ class Cluster:
     Args:
         link_efficiency: share of the links' bandwidth that large messages reach.
         latency: seconds that a message or collective takes at least.
+        hop: seconds that a ring takes for each further node.
         usable_memory: share of a GPU's memory that tensors may fill; the rest is the allocator's fragments.
         reserved_memory: bytes for CUDA's context and NCCL's buffers.
     """
@@ -67,6 +68,7 @@ class Cluster:
     gpus_per_node: int
     link_efficiency: float = 0.8
     latency: float = 20e-6
+    hop: float = 5e-6
     usable_memory: float = 0.95
     reserved_memory: float = 2 * GIB
 
@@ -80,7 +82,7 @@ class Cluster:
 
         Ring: every rank receives size (n-1)/n over NVLink. Where the group leaves its nodes, each node receives
         size (nodes-1)/nodes through the network ports of the group's k members in it. The slower of the two counts:
-            max(size (n-1)/n / nvlink, size (nodes-1)/nodes / (k network)) / link efficiency + latency
+            max(size (n-1)/n / nvlink, size (nodes-1)/nodes / (k network)) / link efficiency + latency + (nodes-1) hop
         """
         if ranks == 1:
             return 0.0
@@ -89,7 +91,7 @@ class Cluster:
         seconds = size * (ranks - 1) / ranks / self.device.nvlink if inside > 1 else 0.0
         if nodes > 1:
             seconds = max(seconds, size * (nodes - 1) / nodes / (inside * self.device.network))
-        return seconds / self.link_efficiency + self.latency
+        return seconds / self.link_efficiency + self.latency + (nodes - 1) * self.hop
 
     def reduce_seconds(self, size: float, ranks: int, stride: int) -> float:
         """All-reduce: a reduce-scatter and an all-gather of the same size."""

@@ -34,7 +34,7 @@ def test_equal_stages_without_messages_have_the_textbooks_bubble():
 
 
 def test_collectives_by_hand():
-    machine = Cluster(custom_device(80, 1000, 400, 10), 16, 8, link_efficiency=1.0, latency=0.0)
+    machine = Cluster(custom_device(80, 1000, 400, 10), 16, 8, link_efficiency=1.0, latency=0.0, hop=0.0)
     assert machine.gather_seconds(8e9, 8, 1) == pytest.approx(8e9 * 7 / 8 / 400e9)
     assert machine.gather_seconds(8e9, 16, 1) == pytest.approx(8e9 * 1 / 2 / (8 * 10e9))  # eight ports a node
     assert machine.gather_seconds(8e9, 2, 8) == pytest.approx(8e9 * 1 / 2 / 10e9)
