@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -168,6 +169,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor remembers results with their mesh, and the next world's mesh is equal to it but has other groups.
+        _clear_sharding_prop_cache()
 
 
 def axes_of_groups(mesh: ParallelMesh) -> dict[str, str]:
