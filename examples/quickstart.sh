@@ -88,7 +88,7 @@ say "6. A Hugging Face model, checked against the trained one"
 run python tools/hf_export.py --load "$RUN/checkpoints" --output "$RUN/hf"
 
 say "7. Text from the exported model, by transformers"
-run python examples/sample_text.py "$RUN/hf" --prompt "def "
+run python examples/sample_text.py "$RUN/hf" --prompt "    def __init__(self"
 
 say "8. What came out"
 python data_prep/inspect_data.py "$RUN/corpus_text_document" --samples 0 --unigram-loss --split 949,50,1 | grep unigram
