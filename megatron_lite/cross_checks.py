@@ -14,7 +14,11 @@ from megatron_lite.input_checks import (
     missing_files,
 )
 from megatron_lite.parallel.partition import check_split
-from megatron_lite.parallel.schedule import check_microbatches, runnable_schedule
+from megatron_lite.parallel.schedule import (
+    SPLIT_BACKWARD_SCHEDULES,
+    check_microbatches,
+    runnable_schedule,
+)
 from megatron_lite.schedule_checks import check_learning_rate, check_length, check_weight_decay
 from megatron_lite.training.batch_size import BatchSchedule
 
@@ -212,6 +216,11 @@ def _check_batch(config: Config) -> None:
 def _check_pipeline(config: Config) -> None:
     parallel, layers = config.parallel, config.model.num_layers
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.compile and parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+        raise ConfigError(
+            f"--compile does not go with --pipeline-schedule {parallel.pipeline_schedule}, which runs the backward of "
+            "a block in two parts: choose 1f1b or interleaved-1f1b, or leave --compile out"
+        )
     if size == 1 and chunks > 1:
         raise ConfigError(
             f"{chunks} chunks a rank (--num-virtual-stages-per-pipeline-rank, "

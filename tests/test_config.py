@@ -229,6 +229,11 @@ CONTRADICTIONS = [
     ),
     ("--load=", 1, ["--load is empty"]),
     ("--tokenizer-type Llama2Tokenizer --tokenizer-model=", 1, ["--tokenizer-model is empty"]),
+    (
+        "--compile --pipeline-model-parallel-size 2 --pipeline-schedule zbv --global-batch-size 16",
+        4,
+        ["--compile", "--pipeline-schedule zbv", "1f1b"],
+    ),
     ("--log-progress", 1, ["--log-progress", "--save"]),
     (
         "--profile --profile-step-start 9 --profile-step-end 9",

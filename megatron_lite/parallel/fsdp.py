@@ -12,8 +12,7 @@ from torch.distributed.fsdp import (
 )
 
 from megatron_lite.config import ParallelConfig, PrecisionConfig
-
-SPLIT_BACKWARD_SCHEDULES = ("interleaved-zero-bubble", "zbv", "dualpipev")
+from megatron_lite.parallel.schedule import SPLIT_BACKWARD_SCHEDULES
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:

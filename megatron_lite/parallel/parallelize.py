@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config import Config, ConfigError
+from megatron_lite.config import Config
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.context import apply_context_parallel
-from megatron_lite.parallel.fsdp import SPLIT_BACKWARD_SCHEDULES, apply_fsdp
+from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.partition import StagePlan
 from megatron_lite.parallel.recompute import apply_recompute
 from megatron_lite.parallel.tensor import apply_tensor_parallel
@@ -43,24 +43,15 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
         apply_context_parallel(chunk, mesh)
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
-        compile_blocks(chunk, config.parallel.pipeline_schedule)
+        compile_blocks(chunk)
     apply_fsdp(chunk, mesh.fsdp_mesh, config.parallel, config.precision)
     chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
     initialize_weights(chunk, config)
     return chunk
 
 
-def compile_blocks(chunk: nn.Module, schedule: str) -> None:
-    """torch.compile each block: they share one compiled graph, and FSDP's hooks stay outside it.
-
-    Raises:
-        ConfigError: the schedule splits the backward, which a compiled block has in one piece.
-    """
-    if schedule in SPLIT_BACKWARD_SCHEDULES:
-        raise ConfigError(
-            f"--compile does not go with --pipeline-schedule {schedule}, which runs the backward of a block in two "
-            "parts: choose 1f1b or interleaved-1f1b, or leave --compile out"
-        )
+def compile_blocks(chunk: nn.Module) -> None:
+    """torch.compile each block: they share one compiled graph, and FSDP's hooks stay outside it."""
     for layer in chunk.layers.values():
         layer.compile(fullgraph=False)
 

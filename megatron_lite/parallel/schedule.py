@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from megatron_lite.parallel.partition import placement_of, rank_of_stage
 
+# They run the backward of a block in two parts: for its input, then for its weights.
+SPLIT_BACKWARD_SCHEDULES = ("interleaved-zero-bubble", "zbv", "dualpipev")
+
 
 class Action(NamedTuple):
     """One computation of one stage on one microbatch.
