@@ -25,6 +25,7 @@ from megatron_lite.mesh import ParallelMesh, build_mesh
 from megatron_lite.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.parallel.fsdp import SPLIT_BACKWARD_SCHEDULES
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Batch, Pipeline, pass_sizes
@@ -330,7 +331,7 @@ def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
     """How many microbatches the two rehearsed steps have, so that a step of `wanted` follows from them.
 
     From two a pipeline rank on, one more microbatch holds no more activations and sends as much as the one before.
-    Only GPipe holds all of them. A step of several passes follows from one pass and two.
+    GPipe holds all of them, and torch's split backwards something of each: they are run with all. A step of several passes follows from one pass and two.
     """
     parallel = config.parallel
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
@@ -343,7 +344,7 @@ def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
         fitting = (n for n in range(least, wanted) if check_microbatches(kind, size, chunks, n) is None)
         return next(fitting, wanted)
 
-    if kind == "gpipe":
+    if kind == "gpipe" or kind in SPLIT_BACKWARD_SCHEDULES:
         return fewest(1), wanted
     return fewest(max(size, 2)), fewest(max(2 * size, 3))
 
