@@ -331,7 +331,8 @@ def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
     """How many microbatches the two rehearsed steps have, so that a step of `wanted` follows from them.
 
     From two a pipeline rank on, one more microbatch holds no more activations and sends as much as the one before.
-    GPipe holds all of them, and torch's split backwards something of each: they are run with all. A step of several passes follows from one pass and two.
+    GPipe holds all of them, and torch's split backwards something of each: they are run with all.
+    A step of several passes follows from one pass and two.
     """
     parallel = config.parallel
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
