@@ -10,7 +10,7 @@ import hashlib
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,8 @@ DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64
 CODES = {name: code for code, name in DTYPES.items()}
 _CHUNK = 1 << 16  # checked piece by piece: a piece stays in the cache, the file is read once
 _INT32_MAX = 2**31 - 1
+
+Arrays = Callable[[], Iterable[np.ndarray]]
 
 
 def best_dtype(vocab_size: int | None) -> type[np.integer]:
@@ -281,21 +283,14 @@ class IndexedDatasetBuilder:
         """Write .idx, bring both to the disk, then give them their names: .bin first, .idx (what readers open) last."""
         _sync_and_close(self._bin)
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        pointers = np.cumsum(lengths, dtype=np.int64)
-        pointers -= lengths
-        pointers *= self.dtype.itemsize
-        with self._idx_temporary.open("wb") as idx:
-            code = CODES[self.dtype.name]
-            idx.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(self._documents)))
-            idx.write(lengths.astype("<i4", copy=False).data)
-            idx.write(pointers.astype("<i8", copy=False).data)
-            idx.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8", copy=False).data)
-            _sync_and_close(idx)
+        boundaries = np.frombuffer(self._documents, dtype=np.int64)[1:]
+        counts = len(lengths), len(boundaries)
+        write_index(self._idx_temporary, self.dtype, *counts, lambda: [lengths], lambda: [boundaries])
         final = Path(f"{self.path_prefix}.idx")
         final.unlink(missing_ok=True)  # an old .idx must never be seen beside the new .bin
         self._bin_temporary.rename(f"{self.path_prefix}.bin")
         self._idx_temporary.rename(final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
 
     def abort(self) -> None:
         """Remove what was written so far."""
@@ -360,7 +355,37 @@ def _sync_and_close(file: BinaryIO) -> None:
     file.close()
 
 
-def _sync_folder(folder: Path) -> None:
+def write_index(
+    path: Path, dtype: np.dtype, num_sequences: int, num_documents: int, lengths: Arrays, boundaries: Arrays
+) -> None:
+    """Write an .idx file piece by piece, synced to the disk, so that its size does not matter.
+
+    Args:
+        lengths: called for a fresh pass over the tokens of each sequence, as arrays that together have
+            `num_sequences` entries.
+        boundaries: likewise the number of sequences up to the end of each document, `num_documents` entries; the
+            leading 0 is written here.
+    """
+    with path.open("wb", buffering=1 << 20) as file:
+        file.write(HEADER.pack(MAGIC, 1, CODES[dtype.name], num_sequences, num_documents + 1))
+        for piece in lengths():
+            file.write(piece.astype("<i4").data)
+        end = 0
+        for piece in lengths():
+            ends = np.cumsum(piece, dtype=np.int64) * dtype.itemsize + end
+            if len(ends):
+                file.write((ends - piece.astype(np.int64) * dtype.itemsize).astype("<i8").data)
+                end = int(ends[-1])
+        file.write(np.zeros(1, "<i8").data)
+        for piece in boundaries():
+            file.write(piece.astype("<i8").data)
+        file.flush()
+        os.fsync(file.fileno())
+        assert file.tell() == HEADER.size + 12 * num_sequences + 8 * (num_documents + 1)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring renames in `folder` to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

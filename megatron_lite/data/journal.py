@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,11 +18,9 @@ import numpy as np
 
 from megatron_lite.config import ConfigError
 from megatron_lite.data.command_line import RunError, write_aside
-from megatron_lite.data.indexed_dataset import CODES, HEADER, MAGIC
+from megatron_lite.data.indexed_dataset import Arrays, sync_folder, write_index
 
 _PIECE = 1 << 20  # entries handled at a time when the index is written
-
-Arrays = Callable[[], Iterable[np.ndarray]]
 
 
 class Journal:
@@ -185,44 +183,6 @@ class Journal:
         """Remove the folder with all that is in it."""
         self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def write_index(
-    path: Path, dtype: np.dtype, num_sequences: int, num_documents: int, lengths: Arrays, boundaries: Arrays
-) -> None:
-    """Write an .idx file piece by piece, synced to the disk, so that its size does not matter.
-
-    Args:
-        lengths: called for a fresh pass over the tokens of each sequence, as arrays that together have
-            `num_sequences` entries.
-        boundaries: likewise the number of sequences up to the end of each document, `num_documents` entries; the
-            leading 0 is written here.
-    """
-    with path.open("wb", buffering=1 << 20) as file:
-        file.write(HEADER.pack(MAGIC, 1, CODES[dtype.name], num_sequences, num_documents + 1))
-        for piece in lengths():
-            file.write(piece.astype("<i4").data)
-        end = 0
-        for piece in lengths():
-            ends = np.cumsum(piece, dtype=np.int64) * dtype.itemsize + end
-            if len(ends):
-                file.write((ends - piece.astype(np.int64) * dtype.itemsize).astype("<i8").data)
-                end = int(ends[-1])
-        file.write(np.zeros(1, "<i8").data)
-        for piece in boundaries():
-            file.write(piece.astype("<i8").data)
-        file.flush()
-        os.fsync(file.fileno())
-        assert file.tell() == HEADER.size + 12 * num_sequences + 8 * (num_documents + 1)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring renames in `folder` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def disk_error(error: OSError, path: str) -> RunError:
