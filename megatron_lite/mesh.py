@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron_lite.config import Config
 from megatron_lite.mesh_sizes import AXES, mesh_sizes
@@ -91,3 +92,23 @@ def _fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
     ):  # torch 2.13 warns at slicing a flattened axis and has no public other way
         warnings.simplefilter("ignore")
         return root["dp_replicate", "fsdp"]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The piece of a (possibly distributed) tensor that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, on the device that the mesh communicates on."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    ).full_tensor()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.compare import read_stored_config
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.data.command_line import Parser, run
+from megatron_lite.data.command_line import Parser, run, write_aside
 from megatron_lite.model.costs import model_costs
 from megatron_lite.parallel.partition import describe, plan_from_config
 
@@ -260,9 +260,7 @@ def main(argv: Sequence[str]) -> None:
     runs = {name: read_metrics(file) for name, file in zip(names, files)}
     layout = layout_of(files[0].parent) if len(files) == 1 else None
     output = arguments.output or files[0].parent / "report.html"
-    aside = output.with_name(output.name + ".tmp")
-    aside.write_text(page(runs, layout), encoding="utf-8")
-    aside.rename(output)
+    write_aside(output, page(runs, layout))
     print(f"written: {output}")
 
 

@@ -52,10 +52,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_lite.distributed import process_group, run_and_exit
-from megatron_lite.mesh import ParallelMesh, build_mesh
+from megatron_lite.mesh import ParallelMesh, build_mesh, whole_tensor
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.parallelize import build_chunks
@@ -180,18 +179,7 @@ def whole_gradients(chunks: list[nn.Module]) -> dict[str, torch.Tensor]:
     gradients = {}
     for chunk in chunks:
         for name, parameter in chunk.named_global_parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor):
-                local = gradient.to_local().to(gradient.device_mesh.device_type)
-                gradient = DTensor.from_local(
-                    local,
-                    gradient.device_mesh,
-                    gradient.placements,
-                    run_check=False,
-                    shape=gradient.shape,
-                    stride=gradient.stride(),
-                ).full_tensor()
-            gradients[name] = gradient.detach().cpu().clone()
+            gradients[name] = whole_tensor(parameter.grad).detach().cpu().clone()
     return gradients
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-IGNORED_LABEL = -100
+from megatron_lite.data.samples import IGNORED_LABEL
+
 # Rows of logits held at once with --cross-entropy-loss-fusion: large enough for full-speed matmuls.
 LOSS_CHUNK_TOKENS = 1024
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config import Config
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.mesh import ParallelMesh, local_part
 from megatron_lite.parallel.context import apply_context_parallel
 from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.partition import StagePlan
@@ -60,7 +60,7 @@ def compile_blocks(chunk: nn.Module) -> None:
 def initialize_weights(chunk: nn.Module, config: Config) -> None:
     """Fill every parameter with the part that this rank owns of its initial value."""
     for name, parameter in chunk.named_global_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         rows, columns = owned_indices(parameter, 0), owned_indices(parameter, 1)
         values = chunk.initial_rows(name, tuple(parameter.shape), rows, config.training.seed)
         local.copy_(values if columns is None else values[:, columns])

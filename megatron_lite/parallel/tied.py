@@ -9,9 +9,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.mesh import ParallelMesh, local_part
 
 
 class TiedWeights:
@@ -44,11 +43,11 @@ class TiedWeights:
         get the same bits.
         """
         if self.own is not None and self.copy is not None:
-            mine, other = _local(self.own.grad), _local(self.copy.grad)
+            mine, other = local_part(self.own.grad), local_part(self.copy.grad)
             mine.add_(other)
             other.copy_(mine)
         elif self.own is not None or self.copy is not None:
-            mine = _local((self.own if self.own is not None else self.copy).grad)
+            mine = local_part((self.own if self.own is not None else self.copy).grad)
             if mine.numel():
                 mine.add_(self._exchange(mine))
 
@@ -66,7 +65,3 @@ class TiedWeights:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         return incoming.to(mine.device)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

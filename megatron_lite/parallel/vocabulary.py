@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-IGNORED_LABEL = -100
+from megatron_lite.data.samples import IGNORED_LABEL
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.mesh import ParallelMesh
-from megatron_lite.training.gradients import local_part
+from megatron_lite.mesh import ParallelMesh, local_part
 
 
 class ReplicaError(RuntimeError):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.mesh import ParallelMesh, local_part
 
 CLIP_EPSILON = 1e-6  # Megatron's: coefficient = clip / (norm + 1e-6)
 
@@ -22,11 +22,6 @@ def counted_parameters(chunks: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Pa
         for name, parameter in chunk.named_global_parameters():
             if not (chunk.has_tied_copy and parameter is chunk.lm_head.weight):
                 yield name, parameter
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The piece of a (possibly distributed) tensor that lies on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:

@@ -118,7 +118,6 @@ class Trainer:
             tokens=batch_size * self.config.data.seq_length,
             seconds=time.perf_counter() - started,
             data_seconds=waited,
-            skipped=not finite,
             nonfinite=not finite,
             loss_scale=scale,
             extras=extras,
@@ -172,7 +171,7 @@ class Trainer:
         self._advance(batch_size, trained=False)
         rate = self.schedule.learning_rate(self.state.schedule_samples)
         seconds = time.perf_counter() - started
-        return StepResult(math.nan, 0.0, rate, batch_size, 0, seconds, skipped=True, nonfinite=True)
+        return StepResult(math.nan, 0.0, rate, batch_size, 0, seconds, nonfinite=True)
 
     def _note_nonfinite(self, finite: bool, batch_size: int, loss: float, norm: float) -> None:
         if finite:

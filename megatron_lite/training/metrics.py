@@ -20,7 +20,7 @@ from megatron_lite.training.trackers import Tracker
 class StepResult:
     """One training step, the same on every rank.
 
-    loss: mean over the unmasked tokens; grad_norm before clipping; skipped: the weights were not changed;
+    loss: mean over the unmasked tokens; grad_norm before clipping; nonfinite: the step was skipped;
     data_seconds: how long this rank waited for data.
     """
 
@@ -31,7 +31,6 @@ class StepResult:
     tokens: int
     seconds: float
     data_seconds: float = 0.0
-    skipped: bool = False
     nonfinite: bool = False
     loss_scale: float = 1.0
     extras: dict[str, float] = field(default_factory=dict)

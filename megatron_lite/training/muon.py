@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from megatron_lite.mesh import local_part, whole_tensor
 from megatron_lite.parallel.parallelize import owned_indices
 
 MOMENTUM = 0.95
@@ -49,8 +50,8 @@ class Muon(torch.optim.Optimizer):
             state.update(fresh_momentum(parameter))
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - MOMENTUM)
-        update = orthogonalize(_whole(gradient.lerp(buffer, MOMENTUM)))
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        update = orthogonalize(whole_tensor(gradient.lerp(buffer, MOMENTUM)))
+        local = local_part(parameter)
         if isinstance(parameter, DTensor):
             rows, columns = (owned_indices(parameter, dim).to(update.device) for dim in (0, 1))
             update = update[rows][:, columns]
@@ -109,18 +110,3 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor, on the device that the mesh communicates on."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = tensor.to_local().to(tensor.device_mesh.device_type)
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    ).full_tensor()

@@ -25,11 +25,14 @@ from megatron_lite.mesh import ParallelMesh, build_mesh
 from megatron_lite.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.vocabulary import with_vocabulary
-from megatron_lite.parallel.fsdp import SPLIT_BACKWARD_SCHEDULES
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Batch, Pipeline, pass_sizes
-from megatron_lite.parallel.schedule import check_microbatches, runnable_schedule
+from megatron_lite.parallel.schedule import (
+    SPLIT_BACKWARD_SCHEDULES,
+    check_microbatches,
+    runnable_schedule,
+)
 from megatron_lite.training.accounting import (
     ACTIVATIONS,
     BUFFERS,

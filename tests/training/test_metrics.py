@@ -79,9 +79,7 @@ def test_the_last_step_is_told_even_within_an_interval(capsys):
 def test_steps_that_are_not_finite_do_not_enter_the_mean(capsys):
     metrics = Metrics(config_with(), torch.device("cpu"), 1, 2, Tracker([], speaks=True))
     state = TrainState(iteration=1)
-    metrics.step(
-        StepResult(float("nan"), float("nan"), 0.01, 4, 64, 0.5, nonfinite=True, skipped=True), state
-    )
+    metrics.step(StepResult(float("nan"), float("nan"), 0.01, 4, 64, 0.5, nonfinite=True), state)
     state.iteration = 2
     metrics.step(StepResult(2.0, 1.0, 0.01, 4, 64, 0.5), state)
     assert "lm loss: 2.000000E+00" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import pretrain_gpt
 from megatron_lite.arguments import parse_arguments
 from megatron_lite.data.build import build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
@@ -14,8 +13,7 @@ from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.environment import Environment
 from megatron_lite.model.vocabulary import with_vocabulary
 from tests.hugging_face.models import build
-from tests.ranks import run_ranks
-from tests.runs import VOCAB, training_steps, write_data
+from tests.runs import VOCAB, train, training_steps, write_data
 from tools import hf_import
 
 STEPS, BATCH, PEAK, FLOOR = 20, 8, 5e-3, 5e-4
@@ -78,11 +76,6 @@ def reference_losses(model, argv, world):
     return losses
 
 
-def pretrain(argv):
-    environment = Environment.read()
-    return pretrain_gpt.pretrain(parse_arguments(argv, environment), environment, started=0.0)
-
-
 @pytest.mark.parametrize(
     ("script", "family", "world"), [(GPT3, "gpt2-tied", 4), (LLAMA, "llama-gqa-untied", 2)]
 )
@@ -92,7 +85,7 @@ def test_twenty_steps(script, family, world, tmp_path):
     hf_import.main(["--hf-model", str(tmp_path / "hf"), "--save", str(tmp_path / "start")])
     argv = [*script.split(), *OURS.split(), "--vocab-size", str(VOCAB), "--data-path", write_data(tmp_path)]
     argv += ["--load", str(tmp_path / "start"), "--metrics-file", str(tmp_path / "metrics.jsonl")]
-    run_ranks(pretrain, world, argv, timeout=150)
+    train(world, argv, timeout=150)
     steps = training_steps(tmp_path / "metrics.jsonl")
     assert [step[2] for step in steps.values()] == pytest.approx(
         [learning_rate(n) for n in range(1, STEPS + 1)]
