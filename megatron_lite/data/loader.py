@@ -26,6 +26,7 @@ from megatron_lite.data.samples import Samples
 
 _AHEAD_PER_WORKER = 2  # microbatches; Megatron's (torch's) prefetch factor
 _FIRST_WARNING_S = 30.0
+_LEAVE_S = 5.0  # a worker in a healthy read is through by then; one that hangs is left behind
 _TIMEOUT_SHARE = (
     0.8  # of --distributed-timeout-minutes: this rank's own error has to come before its peers' timeout
 )
@@ -92,7 +93,8 @@ class Loader:
         ]
         for thread in self._threads:
             thread.start()
-        self._stop = weakref.finalize(self, _stop, self._work, len(self._threads))
+        # Runs at interpreter exit too: a thread that the interpreter ends inside torch's C++ aborts the process.
+        self._stop = weakref.finalize(self, _stop, self._work, self._threads)
 
     def next_batch(self, global_batch_size: int) -> Tensors:
         """My rank's rows of the next `global_batch_size` samples, int64 [M*B, S] each, microbatch after microbatch.
@@ -124,8 +126,6 @@ class Loader:
     def close(self) -> None:
         """Stop the threads. One that hangs in a read is left behind: it cannot keep the process from ending."""
         self._stop()
-        for thread in self._threads:
-            thread.join(timeout=1.0)
         self._asked.clear()
 
     def _ask(self, count: int, ahead: bool = False) -> None:
@@ -191,15 +191,19 @@ def _serve(work: "queue.SimpleQueue[_Microbatch | None]", dataset: Samples, devi
         microbatch.done.set()
 
 
-def _stop(work: "queue.SimpleQueue[_Microbatch | None]", num_threads: int) -> None:
+def _stop(work: "queue.SimpleQueue[_Microbatch | None]", threads: list[threading.Thread]) -> None:
     """Empty the queue and end the workers."""
     while True:
         try:
             work.get_nowait()
         except queue.Empty:
             break
-    for _ in range(num_threads):
+    for _ in threads:
         work.put(None)
+    deadline = time.monotonic() + _LEAVE_S
+    for thread in threads:
+        if thread is not threading.current_thread():  # garbage may be collected in a worker
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
