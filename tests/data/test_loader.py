@@ -277,6 +277,7 @@ def test_a_process_ends_although_its_loader_is_busy(busy, left):
         f"dataset.slow = {{i: {busy} for i in range(40, 60)}}\n"
         "loader = Loader(dataset, config_of(micro=2, workers=4), 0, 1, 0)\n"
         "print(loader.next_batch(32)['tokens'].shape)\n"
+        "while loader._work.qsize() > 10: time.sleep(0.01)\n"  # all four are at the busy samples
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(
