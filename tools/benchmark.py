@@ -1,0 +1,71 @@
+"""How fast the parts are, as ratios against named baselines measured in the same run.
+
+    python tools/benchmark.py --suite step                 tables in Markdown
+    python tools/benchmark.py --suite step fsdp --json     the same for programs
+    python tools/benchmark.py --list
+
+Contestants take turns, ratios are medians over the rounds, and contestants that did not do the same work (another
+loss after the same steps, other bytes) end the run with an error instead of a figure. --quick runs everything in the
+smallest size: it shows that a suite starts, not how fast anything is.
+"""
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from megatron_lite.data.command_line import Parser, number, run
+from tools.benchmarks.comparison import Options, Table, render
+
+# Name -> suite; the first line of its docstring is what --list shows.
+SUITES: dict[str, Callable[[Options], list[Table]]] = {}
+
+
+def machine() -> str:
+    """One line: date, torch, Python, processor, cores or GPU."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return (
+        f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {device}, "
+        f"{torch.get_num_threads()} threads"
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, run the suites one after the other, print each table as it comes."""
+    parser = Parser(__doc__.splitlines()[0], prog="benchmark.py")
+    parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES), metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the suites and leave")
+    parser.add_argument("--repeats", type=number(1), default=Options.repeats, help="turns of each contestant")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes; the figures mean nothing")
+    parser.add_argument("--peers", action="store_true", help="also other code bases that are installed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    own = parser.parse_args(argv)
+    if own.list:
+        print("\n".join(f"{name:12} {suite.__doc__.splitlines()[0]}" for name, suite in SUITES.items()))
+        return
+    options = Options(1 if own.quick else own.repeats, own.quick, own.peers)
+    results: dict[str, list[Table]] = {}
+    if not own.json:
+        print(machine(), flush=True)
+    for name in own.suite:
+        results[name] = SUITES[name](options)
+        if not own.json:
+            print("\n" + "\n\n".join(render(table) for table in results[name]), flush=True)
+    if own.json:
+        suites = {name: [_as_json(table) for table in tables] for name, tables in results.items()}
+        print(json.dumps({"machine": machine(), "suites": suites}, indent=1))
+
+
+def _as_json(table: Table) -> dict:
+    return asdict(table) | {"rows": [asdict(row) | {"verdict": row.verdict} for row in table.rows]}
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,121 @@
+"""What all suites share: contestants that take turns, medians of paired ratios, a table, a refusal of unlike work."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_lite.data.command_line import RunError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every suite is handed.
+
+    repeats: turns that each contestant gets. quick: the smallest form that still runs everything, for a test; its
+    figures mean nothing. peers: also run other code bases that happen to be installed.
+    """
+
+    repeats: int = 7
+    quick: bool = False
+    peers: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured ratio: value (median), low and high (quartiles), and what was wanted of it."""
+
+    name: str
+    baseline: str
+    value: float
+    low: float
+    high: float
+    at_least: float | None = None
+    at_most: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """'ok', 'MISSED', or '' where nothing was wanted."""
+        if self.at_least is None and self.at_most is None:
+            return ""
+        low = -math.inf if self.at_least is None else self.at_least
+        high = math.inf if self.at_most is None else self.at_most
+        return "ok" if low <= self.value <= high else "MISSED"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled list of ratios, and lines of plain facts below it (sizes, seconds, versions)."""
+
+    title: str
+    rows: Sequence[Row]
+    facts: Sequence[str] = field(default=())
+
+
+def take_turns(
+    contestants: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each contestant's turns. A round lets each run once, every other round backwards, so that a machine
+    that slows down, or a neighbour that leaves warm caches, favours none. The first `warm_up` rounds do not count.
+
+    contestants: name -> does one turn and returns the seconds that count.
+    """
+    names = list(contestants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warm_up + repeats):
+        for name in names if turn % 2 == 0 else reversed(names):
+            taken = contestants[name]()
+            if turn >= warm_up:
+                seconds[name].append(taken)
+    return seconds
+
+
+def speed(
+    name: str,
+    seconds: Mapping[str, Sequence[float]],
+    baseline: str,
+    at_least: float | None = None,
+    note: str = "",
+) -> Row:
+    """How fast `name` is as a share of `baseline` (above 1: faster): the median over the rounds' own ratios."""
+    ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
+    return Row(name, baseline, *quartiles(ratios), at_least=at_least, note=note)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, low, high
+
+
+def refuse_unlike(what: str, values: Mapping[str, float], tolerance: float = 1e-4) -> None:
+    """Stop when contestants did not do the same work.
+
+    Raises:
+        RunError: some value lies further than `tolerance` (relative) from the first.
+    """
+    (first, wanted), *others = values.items()
+    for name, value in others:
+        if not math.isclose(value, wanted, rel_tol=tolerance):
+            raise RunError(f"not the same work: {what} of {name} is {value:.6g}, of {first} {wanted:.6g}")
+
+
+def render(table: Table) -> str:
+    """The table as Markdown."""
+    lines = [
+        f"### {table.title}",
+        "",
+        "| what | against | ratio | quartiles | wanted | | note |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in table.rows:
+        bounds = [f">= {row.at_least:.3g}"] if row.at_least is not None else []
+        bounds += [f"<= {row.at_most:.3g}"] if row.at_most is not None else []
+        lines.append(
+            f"| {row.name} | {row.baseline} | {row.value:.3f} | {row.low:.3f} to {row.high:.3f} "
+            f"| {' and '.join(bounds)} | {row.verdict} | {row.note} |"
+        )
+    return "\n".join([*lines, "", *table.facts]).rstrip()
