@@ -1,0 +1,202 @@
+"""What our steps are measured against: the same model and loop written by hand in bare PyTorch, on one page.
+
+Nothing of megatron_lite runs in it but the function that draws the initial weights, so both sides start from the same
+bits. Parameters have our global names; as in our pipeline a model may be only some layers of the whole.
+
+Shapes: B micro batch, S sequence, H hidden, N heads, D head width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_lite.arguments import parse_arguments
+from megatron_lite.config import Config
+from megatron_lite.environment import Environment
+from megatron_lite.model.initialization import initial_rows
+from megatron_lite.model.vocabulary import with_vocabulary
+
+LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0
+NORM_EPSILON, ROTARY_BASE = 1e-5, 10000.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Llama-style model and its micro batch; the defaults are the sizes that the targets are set for."""
+
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 8
+    ffn: int = 704
+    seq_length: int = 256
+    vocabulary: int = 8192
+    micro_batch: int = 4
+
+    def flags(self) -> list[str]:
+        """The same model, optimizer and loop in the words of pretrain_gpt.py, but for data, batch and layout.
+
+        One id less than the vocabulary: NullTokenizer adds its end of document.
+        """
+        return f"""
+            --num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads}
+            --ffn-hidden-size {self.ffn} --seq-length {self.seq_length} --max-position-embeddings {self.seq_length}
+            --vocab-size {self.vocabulary - 1} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer
+            --micro-batch-size {self.micro_batch} --swiglu --normalization RMSNorm --norm-epsilon {NORM_EPSILON}
+            --position-embedding-type rope --rotary-base {ROTARY_BASE:.0f} --disable-bias-linear
+            --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+            --lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP}
+            --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} --cpu --eval-iters 0
+        """.split()
+
+    def config(self, *more: str, world_size: int = 1) -> Config:
+        """The Config of these flags and more (layout, batch), with the vocabulary known."""
+        words = " ".join(["--mock-data --train-iters 100", *more]).split()
+        config = parse_arguments([*self.flags(), *words], Environment(world_size=world_size))
+        return with_vocabulary(config, self.vocabulary)
+
+
+QUICK = Sizes(layers=2, hidden=32, heads=2, ffn=64, seq_length=16, vocabulary=128, micro_batch=2)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions by halves (Su et al. 2021): x [B, N, S, D], cos and sin [S, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention by F.scaled_dot_product_attention."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.q_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.k_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.v_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        batch, seq_length, hidden = x.shape
+        q, k, v = (
+            project(x).view(batch, seq_length, self.heads, -1).transpose(1, 2)  # [B, N, S, D]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, seq_length, hidden))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
+        self.down_proj = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm block."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.input_norm = nn.RMSNorm(sizes.hidden, eps=NORM_EPSILON)
+        self.attention = Attention(sizes)
+        self.pre_mlp_norm = nn.RMSNorm(sizes.hidden, eps=NORM_EPSILON)
+        self.mlp = SwiGLU(sizes)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        x = x + self.attention(self.input_norm(x), cos, sin)
+        return x + self.mlp(self.pre_mlp_norm(x))
+
+
+class BareModel(nn.Module):
+    """The whole model, or the layers of one pipeline stage: tokens [B, S] or hidden [B, S, H] -> hidden or logits.
+
+    layers: their numbers in the whole model (all by default); first, last: whether it has the embedding, the head.
+    """
+
+    def __init__(
+        self, sizes: Sizes, layers: Sequence[int] | None = None, first: bool = True, last: bool = True
+    ) -> None:
+        super().__init__()
+        numbers = range(sizes.layers) if layers is None else layers
+        self.embedding = None
+        if first:
+            words = nn.Embedding(sizes.vocabulary, sizes.hidden)
+            self.embedding = nn.ModuleDict({"word_embeddings": words})
+        self.layers = nn.ModuleDict({str(number): Block(sizes) for number in numbers})
+        self.final_norm = nn.RMSNorm(sizes.hidden, eps=NORM_EPSILON) if last else None
+        self.lm_head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False) if last else None
+        width = sizes.hidden // sizes.heads
+        frequencies = 1.0 / ROTARY_BASE ** (torch.arange(0, width, 2).float() / width)
+        angles = torch.arange(sizes.seq_length).float()[:, None] * frequencies  # [S, D/2]
+        self.register_buffer("cos", torch.cat((angles, angles), dim=-1).cos(), persistent=False)
+        self.register_buffer("sin", torch.cat((angles, angles), dim=-1).sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers that are here."""
+        if self.embedding is not None:
+            x = self.embedding["word_embeddings"](x)
+        for layer in self.layers.values():
+            x = layer(x, self.cos, self.sin)
+        return x if self.lm_head is None else self.lm_head(self.final_norm(x))
+
+
+@torch.no_grad()
+def load_initial_weights(model: nn.Module, config: Config) -> None:
+    """Give each parameter of an unsharded bare model the value that our run of this config starts from, by name."""
+    for name, parameter in model.named_parameters():
+        rows = torch.arange(parameter.shape[0])
+        parameter.copy_(initial_rows(name, tuple(parameter.shape), rows, config.model, config.training.seed))
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, fused as ours is; norms do not decay."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of logits [B, S, V] against labels [B, S], mean over the tokens; scalar."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], microbatches: int
+) -> float:
+    """The bare loop's step over tokens and labels [M*B, S]: gradients added up over M microbatches, clip, AdamW.
+
+    Returns the mean token loss of the batch.
+    """
+    loss = 0.0
+    for tokens, labels in zip(batch["tokens"].chunk(microbatches), batch["labels"].chunk(microbatches)):
+        part = mean_loss(model(tokens), labels) / microbatches
+        part.backward()
+        loss += part.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def random_batches(sizes: Sizes, global_batch: int, steps: int) -> list[dict[str, torch.Tensor]]:
+    """`steps` global batches of random tokens and labels [global_batch, S], the same at every call."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (2, global_batch, sizes.seq_length)
+    draws = [torch.randint(sizes.vocabulary, shape, generator=generator) for _ in range(steps)]
+    return [{"tokens": tokens, "labels": labels} for tokens, labels in draws]
