@@ -1,7 +1,7 @@
 """What our steps are measured against: the same model and loop written by hand in bare PyTorch, on one page.
 
-Nothing of megatron_lite runs in it but the function that draws the initial weights, so both sides start from the same
-bits. Parameters have our global names; as in our pipeline a model may be only some layers of the whole.
+Imports nothing but torch. Parameters have our global names, so our_run.load_initial_weights gives both sides the same
+first bits; as in our pipeline a model may be only some layers of the whole.
 
 Shapes: B micro batch, S sequence, H hidden, N heads, D head width, V vocabulary.
 """
@@ -12,12 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from megatron_lite.arguments import parse_arguments
-from megatron_lite.config import Config
-from megatron_lite.environment import Environment
-from megatron_lite.model.initialization import initial_rows
-from megatron_lite.model.vocabulary import with_vocabulary
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0
 NORM_EPSILON, ROTARY_BASE = 1e-5, 10000.0
@@ -34,28 +28,6 @@ class Sizes:
     seq_length: int = 256
     vocabulary: int = 8192
     micro_batch: int = 4
-
-    def flags(self) -> list[str]:
-        """The same model, optimizer and loop in the words of pretrain_gpt.py, but for data, batch and layout.
-
-        One id less than the vocabulary: NullTokenizer adds its end of document.
-        """
-        return f"""
-            --num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads}
-            --ffn-hidden-size {self.ffn} --seq-length {self.seq_length} --max-position-embeddings {self.seq_length}
-            --vocab-size {self.vocabulary - 1} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer
-            --micro-batch-size {self.micro_batch} --swiglu --normalization RMSNorm --norm-epsilon {NORM_EPSILON}
-            --position-embedding-type rope --rotary-base {ROTARY_BASE:.0f} --disable-bias-linear
-            --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
-            --lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP}
-            --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} --cpu --eval-iters 0
-        """.split()
-
-    def config(self, *more: str, world_size: int = 1) -> Config:
-        """The Config of these flags and more (layout, batch), with the vocabulary known."""
-        words = " ".join(["--mock-data --train-iters 100", *more]).split()
-        config = parse_arguments([*self.flags(), *words], Environment(world_size=world_size))
-        return with_vocabulary(config, self.vocabulary)
 
 
 QUICK = Sizes(layers=2, hidden=32, heads=2, ffn=64, seq_length=16, vocabulary=128, micro_batch=2)
@@ -151,14 +123,6 @@ class BareModel(nn.Module):
         for layer in self.layers.values():
             x = layer(x, self.cos, self.sin)
         return x if self.lm_head is None else self.lm_head(self.final_norm(x))
-
-
-@torch.no_grad()
-def load_initial_weights(model: nn.Module, config: Config) -> None:
-    """Give each parameter of an unsharded bare model the value that our run of this config starts from, by name."""
-    for name, parameter in model.named_parameters():
-        rows = torch.arange(parameter.shape[0])
-        parameter.copy_(initial_rows(name, tuple(parameter.shape), rows, config.model, config.training.seed))
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
