@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from megatron_lite.config import Config
 from megatron_lite.mesh import ParallelMesh
+from megatron_lite.parallel.clock import ActionClock
 from megatron_lite.parallel.context import my_part_of_sequence
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.partition import StagePlan
@@ -63,7 +64,34 @@ class LossScale:
 
 
 class Stage(PipelineStage):
-    """torch's stage; on torch 2.11 its first message to a neighbour skips one on the same rank (the V's tip)."""
+    """torch's stage under the eyes of a clock.
+
+    On torch 2.11 its first message to a neighbour skips one on the same rank (the V's tip).
+    """
+
+    clock: ActionClock
+
+    def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        """F."""
+        return self.clock.run(
+            "F", self.stage_index, microbatch, super().forward_one_chunk, microbatch, *args, **kwargs
+        )
+
+    def backward_one_chunk(
+        self, microbatch: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> None:
+        """B, or I when the weights' gradient comes later."""
+        run, kind = super().backward_one_chunk, "B" if full_backward else "I"
+        self.clock.run(kind, self.stage_index, microbatch, run, microbatch, loss, full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        """W."""
+        run = super().backward_weight_one_chunk
+        self.clock.run("W", self.stage_index, microbatch, run, microbatch, *args, **kwargs)
+
+    def perform_reduce_grad(self, factor: int) -> None:
+        """R: once a stage and pass."""
+        self.clock.run("R", self.stage_index, -1, super().perform_reduce_grad, factor)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations = super()._get_init_p2p_neighbors_ops()
@@ -84,6 +112,7 @@ class Pipeline:
         self.has_first = any(plan.stage == 0 for plan in self.plans)
         self.has_last = any(plan.stage == self.num_stages - 1 for plan in self.plans)
         self.loss_scale = LossScale()
+        self.clock = ActionClock(mesh.device, mesh.group("pp"))
         self.tied = TiedWeights(chunks, mesh, plans[0].rank, plans[-1].rank)
         self._train_schedule: tuple[int, Any] | None = None
 
@@ -102,9 +131,11 @@ class Pipeline:
         passes = pass_sizes(num_microbatches, self.config.parallel.max_microbatches_per_step)
         samples = batch["tokens"].shape[0] // num_microbatches
         self.tied.begin()
+        self.clock.begin()
         for first, count in passes:
             part = {key: t[first * samples : (first + count) * samples] for key, t in batch.items()}
             self._run(self._schedule(count).step, part)
+        self.clock.end()
         self.tied.sum_gradients()
         return self.loss_scale.take_sum(self.mesh.device)
 
@@ -160,7 +191,7 @@ class Pipeline:
         )
         tokens = torch.empty(batch_size, seq_length, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
-        return Stage(
+        stage = Stage(
             chunk,
             plan.stage,
             self.num_stages,
@@ -169,6 +200,8 @@ class Pipeline:
             output_args=loss if plan.stage == self.num_stages - 1 else hidden,
             group=mesh.group("pp"),
         )
+        stage.clock = self.clock
+        return stage
 
 
 def keep_forwards(schedule: PipelineScheduleMulti) -> None:
