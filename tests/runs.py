@@ -33,6 +33,7 @@ TRAINING = """
 def write_data(folder: Path, documents=60, seed=3) -> str:
     """A tiny indexed dataset with a pattern to learn; returns its prefix."""
     random = np.random.default_rng(seed)
+    folder.mkdir(exist_ok=True)
     prefix = str(folder / "tiny_text_document")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(documents):

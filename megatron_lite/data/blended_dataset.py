@@ -26,12 +26,23 @@ class BlendedDataset(Samples):
     def __len__(self) -> int:
         return self.entry.about["samples"]
 
+    @property
+    def source_names(self) -> list[str]:
+        return [name for source in self.sources for name in source.source_names]
+
+    def source_of(self, index: int) -> int:
+        return int(self._mapped()[0][index])
+
     def place(self, index: int) -> tuple[Samples, int]:
         """The source of a sample, and the sample's number in it."""
-        if self._arrays is None:  # mapped on first use
+        dataset_index, sample_index = self._mapped()
+        return self.sources[dataset_index[index]], int(sample_index[index])
+
+    def _mapped(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._arrays is None:  # on first use
             arrays = self.entry.arrays
             self._arrays = (arrays["dataset_index"], arrays["dataset_sample_index"])
-        return self.sources[self._arrays[0][index]], int(self._arrays[1][index])
+        return self._arrays
 
     def read(self, index: int, out: np.ndarray) -> int:
         source, number = self.place(index)

@@ -62,6 +62,10 @@ class GPTDataset(Samples):
     def __len__(self) -> int:
         return self.entry.about["samples"]
 
+    @property
+    def source_names(self) -> list[str]:
+        return [self.source.path_prefix]
+
     def read(self, index: int, out: np.ndarray) -> int:
         sequences, offset = self._span(index)
         return self.source.gather(sequences, offset, out)

@@ -80,6 +80,7 @@ class Loader:
         self._ahead = _AHEAD_PER_WORKER * self._num_workers
         self._next = consumed_samples  # position of the microbatch row that is asked of the workers next
         self._asked: deque[_Microbatch] = deque()
+        self._read_of_source = [0] * len(dataset.source_names)
         self._work: queue.SimpleQueue[_Microbatch | None] = queue.SimpleQueue()
         # Without read-ahead one thread still does the reading, so that a read that hangs can be named.
         self._threads = [
@@ -114,14 +115,25 @@ class Loader:
             )
         assert self._stop.alive, "the loader is closed"
         self._ask(count)
-        microbatches = [self._wait(self._asked.popleft()) for _ in range(count)]
+        asked = [self._asked.popleft() for _ in range(count)]
+        microbatches = [self._wait(microbatch) for microbatch in asked]
         self.consumed_samples += global_batch_size
+        for microbatch in asked:
+            for index in microbatch.indices:
+                if index is not None:
+                    self._read_of_source[self._dataset.source_of(index)] += 1
         if self._num_workers:
             self._ask(max(self._ahead, count), ahead=True)
         return {
             key: _join([microbatch[key].to(self._device, non_blocking=True) for microbatch in microbatches])
             for key in microbatches[0]
         }
+
+    def take_source_counts(self) -> tuple[list[str], list[int]]:
+        """The sources' names, and how many samples of each this rank got since the last call."""
+        counts = self._read_of_source
+        self._read_of_source = [0] * len(counts)
+        return self._dataset.source_names, counts
 
     def close(self) -> None:
         """Stop the threads. One that hangs in a read is left behind: it cannot keep the process from ending."""

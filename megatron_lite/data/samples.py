@@ -72,6 +72,15 @@ class Samples(ABC):
     def find_token(self, index: int, position: int) -> str:
         """Where token `position` of sample `index` comes from: file, document, place in it. For messages."""
 
+    @property
+    def source_names(self) -> list[str]:
+        """What the samples are drawn from, as a log names it: path prefixes."""
+        return [self.name]
+
+    def source_of(self, index: int) -> int:
+        """Which of `source_names` sample `index` comes from."""
+        return 0
+
     def __getitem__(self, index: int) -> Batch:
         """One sample: tokens and labels, int64 [S]; position_ids, document_ids int64 [S] where asked for."""
         if not 0 <= index < len(self):

@@ -75,6 +75,8 @@ class Trainer:
             gc.disable()
         while reason is None and self.state.iteration < self.batches.total_iterations:
             result = self.step()
+            if self.metrics.is_due(self.state.iteration):
+                self._count_sources()
             self.metrics.step(result, self.state)
             self.on_step(self.state.iteration)
             self.checkpointer.poll()
@@ -166,6 +168,15 @@ class Trainer:
         state.schedule_samples += batch_size if trained else 0
         state.skipped_iterations += 0 if trained else 1
 
+    def _count_sources(self) -> None:
+        """Add what all ranks read since the last call to the state (collective)."""
+        names, counts = self.loader.take_source_counts()
+        samples = torch.tensor(counts, device=self.mesh.device)
+        samples = self.mesh.sum_over(samples, "dp_replicate", "dp_shard")
+        tokens_of_source = self.state.tokens_of_source
+        for name, count in zip(names, samples.tolist()):
+            tokens_of_source[name] = tokens_of_source.get(name, 0) + count * self.config.data.seq_length
+
     def _skip(self, batch_size: int, started: float) -> StepResult:
         """--iterations-to-skip: the batch counts as consumed, the weights stay."""
         self._advance(batch_size, trained=False)
@@ -222,6 +233,7 @@ class Trainer:
         config = self.config.checkpoint
         started = time.perf_counter()
         rank_state = {} if config.no_save_rng else random_state(self.mesh.device)
+        self._count_sources()
         tensors = checkpoint_tensors(self.chunks, None if config.no_save_optim else self.optimizer)
         train_state = self.state.to_dict() | {"schedule": self.schedule.to_dict()}
         if not self.checkpointer.save(self.state.iteration, tensors, train_state, rank_state):

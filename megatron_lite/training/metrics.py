@@ -71,13 +71,19 @@ class Metrics:
         if state.iteration % self._config.logging.tensorboard_log_interval == 0:
             self._tracker.track(self._record([result], state), state.iteration)
         self._tracker.show(self._now(result, state))
-        if state.iteration % self._config.logging.log_interval == 0 or state.iteration == self._total:
+        if self.is_due(state.iteration):
+            if of_source := {f"consumed-tokens/{name}": n for name, n in state.tokens_of_source.items()}:
+                self._tracker.track({"iteration": state.iteration, **of_source}, state.iteration)
             self._tracker.say(self.line(self._record(self._steps, state), state))
             lines, seconds = self._timers.report(len(self._steps))
             if lines:
                 self._tracker.say(lines)
                 self._tracker.track({"iteration": state.iteration, **seconds}, state.iteration)
             self._steps.clear()
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the line of the log is printed after this iteration."""
+        return iteration % self._config.logging.log_interval == 0 or iteration == self._total
 
     def _now(self, result: StepResult, state: TrainState) -> str:
         left = (self._total - state.iteration) * result.seconds

@@ -1,6 +1,6 @@
 """Where a run stands: what a checkpoint keeps besides tensors."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ class TrainState:
     """Counters of the run, the same on every rank.
 
     consumed_samples advances with every step, schedule_samples (what the learning rate follows) only with steps
-    that changed the weights: a skipped step does not warm up.
+    that changed the weights: a skipped step does not warm up. tokens_of_source (path prefix -> tokens read) is brought
+    up to date when it is logged or saved.
     """
 
     iteration: int = 0
@@ -21,6 +22,7 @@ class TrainState:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     flops: float = 0.0
+    tokens_of_source: dict[str, int] = field(default_factory=dict)
     loss_scale: dict[str, float] | None = None
     wandb_run_id: str | None = None
     data_fingerprint: str | None = None

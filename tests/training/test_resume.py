@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.runs import flags, run_alone, train, training_steps, write_data
+from tests.runs import flags, metrics, run_alone, train, training_steps, write_data
 
 LAYOUTS = {
     "one": (1, ""),
@@ -59,6 +59,21 @@ def test_dropout_goes_on_exactly_too(prefix, tmp_path):
     train(world, flags(prefix, layout, dropout, f"--metrics-file {tmp_path}/straight.jsonl"))
     steps = run_in_parts(prefix, tmp_path, [LAYOUTS["dp2"]] * 4, dropout, "--async-save")
     assert steps == training_steps(tmp_path / "straight.jsonl")
+
+
+def test_tokens_of_each_source_are_counted_over_ranks_and_resumes(tmp_path):
+    first, second = (write_data(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b")))
+    data = ["--data-path", "1", first, "3", second]
+    common = (
+        f"--save {tmp_path}/ckpt --load {tmp_path}/ckpt --metrics-file {tmp_path}/m.jsonl --log-interval 5"
+    )
+    train(2, [*flags(first, common, "--exit-interval 6"), *data])
+    train(1, [*flags(first, common), *data])
+    counted = [r for r in metrics(tmp_path / "m.jsonl") if f"consumed-tokens/{first}" in r]
+    # Greedy filling keeps every whole turn of four samples at 1 to 3.
+    assert [
+        (r["iteration"], r[f"consumed-tokens/{first}"], r[f"consumed-tokens/{second}"]) for r in counted
+    ] == [(iteration, iteration * 2 * 16, iteration * 6 * 16) for iteration in (5, 10, 12)]
 
 
 def test_a_finished_run_has_nothing_to_do(prefix, tmp_path):
