@@ -28,7 +28,6 @@ _ALWAYS_SO = {
     "init_model_with_meta_device": "a model is built on the meta device",
     "use_cpu_initialization": "initial weights are drawn on the CPU, the same in every layout",
     "cp_comm_type": "context ranks gather keys and values, whatever it says; the result is the same",
-    "test_mode": "a run's own checks are always on",
 }
 
 
@@ -291,6 +290,7 @@ def _idle_flags(config: Config) -> list[str]:
         ("without --wandb-project", config.logging.wandb_project, ("wandb_exp_name", "wandb_entity")),
         ("without --manual-gc", config.training.manual_gc, ("manual_gc_interval",)),
         ("without --profile", config.logging.profile, ("profile_step_start", "profile_step_end")),
+        ("without --timeline", config.logging.timeline, ("timeline_step_start", "timeline_step_end")),
     )
     notes = [
         f"--{name.replace('_', '-')} changes nothing: {reason}"

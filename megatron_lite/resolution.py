@@ -108,6 +108,7 @@ def complete(config: Config) -> Config:
         _complete_pipeline,
         _complete_data,
         _complete_training,
+        _complete_checks,
     ):
         config = step(config)
     return _noted(config, check_config(config))
@@ -280,3 +281,12 @@ def _complete_training(config: Config) -> Config:
     config = _with(config, "training", global_batch_size=size)
     evaluation = config.evaluation.eval_global_batch_size or size
     return _noted(_with(config, "evaluation", eval_global_batch_size=evaluation), notes)
+
+
+def _complete_checks(config: Config) -> Config:
+    """--test-mode: what costs too much for every day is checked too, all along the run."""
+    if not config.training.test_mode:
+        return config
+    interval = config.training.check_weight_hash_across_dp_replicas_interval or 1
+    config = _with(config, "training", check_weight_hash_across_dp_replicas_interval=interval)
+    return _with(config, "checkpoint", verify_integrity=True, exit_on_save_failure=True)

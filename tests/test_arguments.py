@@ -375,6 +375,17 @@ def test_a_step_schedule_wins_over_the_batch_size():
     assert "--step-batch-size-schedule wins over --global-batch-size 16" in config.notes
 
 
+def test_test_mode_turns_every_check_on():
+    def checks(words):
+        config = config_of(words)
+        interval = config.training.check_weight_hash_across_dp_replicas_interval
+        return interval, config.checkpoint.verify_integrity, config.checkpoint.exit_on_save_failure
+
+    assert checks("") == (None, False, False)
+    assert checks("--test-mode") == (1, True, True)
+    assert checks("--test-mode --check-weight-hash-across-dp-replicas-interval 5") == (5, True, True)
+
+
 def test_idle_flags_are_noted():
     notes = config_of(
         "--save-interval 5 --wandb-exp-name x --loss-scale 8 --sequence-parallel --use-cpu-initialization"
