@@ -49,6 +49,7 @@ from megatron_lite.training.profile import profiled
 from megatron_lite.training.rehearsal import rehearse
 from megatron_lite.training.resume import check_same_data, resume
 from megatron_lite.training.signals import StopWatch
+from megatron_lite.training.timeline import timeline
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import ProgressLog, build_tracker
 
@@ -109,7 +110,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         test = Evaluator(config, pipeline, mesh, datasets.test, build_loader, stop.asked)
         reason = None
         if not config.training.skip_train:
-            with profiled(config, environment.rank, device) as on_step:
+            with profiled(config, environment.rank, device) as a, timeline(config, mesh, pipeline) as b:
                 trainer = Trainer(
                     config=config,
                     mesh=mesh,
@@ -127,7 +128,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
                     loss_scale=loss_scale,
                     timers=timers,
                     progress=progress,
-                    on_step=on_step,
+                    on_step=(a, b),
                 )
                 reason = trainer.run()
                 trainer.loader.close()

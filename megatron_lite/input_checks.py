@@ -148,5 +148,10 @@ def check_logging(config: Config) -> None:
         raise ConfigError(
             f"--profile-ranks {outside[0]} is not one of {config.parallel.world_size} processes"
         )
+    if logging.timeline is not None and logging.timeline_step_end <= logging.timeline_step_start:
+        raise ConfigError(
+            f"--timeline-step-end {logging.timeline_step_end} is not after --timeline-step-start "
+            f"{logging.timeline_step_start}"
+        )
     if logging.log_progress and config.checkpoint.save is None:
         raise ConfigError("--log-progress writes SAVE/progress.txt: give --save")

@@ -37,6 +37,11 @@ CHARTS: dict[str, tuple[dict[str, str], float, bool]] = {
     "Tokens per second": ({"tokens-per-second": "tokens/s"}, 1.0, False),
     "Milliseconds per step": ({"iteration-time": "step", "data-wait-time": "waiting for data"}, 1e3, False),
     "TFLOP/s per device": ({"throughput": "TFLOP/s"}, 1.0, False),
+    "Pipeline idle, % of its time": (
+        {"pipeline-idle-share": "mean over ranks", "pipeline-idle-share-max": "most"},
+        100.0,
+        False,
+    ),
     "Peak memory, GiB": ({"memory-bytes": "memory"}, 2.0**-30, False),
     "Batch, samples": ({"batch-size": "global batch"}, 1.0, False),
 }

@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,7 @@ from megatron_lite.training.optimizer import set_schedule
 from megatron_lite.training.resume import checkpoint_tensors
 from megatron_lite.training.signals import StopWatch
 from megatron_lite.training.state import TrainState, random_state
+from megatron_lite.training.timeline import idle_shares
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import ProgressLog
 
@@ -59,7 +60,7 @@ class Trainer:
     loss_scale: LossScale
     timers: Timers
     progress: ProgressLog
-    on_step: Callable[[int], None] = lambda iteration: None
+    on_step: Sequence[Callable[[int], None]] = ()
     _nonfinite_in_a_row: int = 0
     _saved_iteration: int | None = field(default=None, init=False)
 
@@ -78,7 +79,8 @@ class Trainer:
             if self.metrics.is_due(self.state.iteration):
                 self._count_sources()
             self.metrics.step(result, self.state)
-            self.on_step(self.state.iteration)
+            for watch in self.on_step:
+                watch(self.state.iteration)
             self.checkpointer.poll()
             self._give_up_if_nonfinite(result)
             self._check_replicas()
@@ -152,12 +154,15 @@ class Trainer:
 
     def _extras(self) -> dict[str, float]:
         logging = self.config.logging
-        due = (self.state.iteration + 1) % logging.log_interval == 0
+        iteration = self.state.iteration + 1
+        due = iteration % logging.log_interval == 0 or iteration == self.batches.total_iterations
         extras = {}
         if logging.log_num_zeros_in_grad and due:
             extras["num-zeros"] = count_zeros(self.chunks, self.mesh).item()
         if logging.log_params_norm and due:
             extras["params-norm"] = parameter_norm(self.chunks, self.mesh).item()
+        if due and self.mesh.size("pp") > 1:
+            extras |= idle_shares(self.pipeline.clock, self.mesh.device)
         return extras
 
     def _advance(self, batch_size: int, trained: bool) -> None:

@@ -146,6 +146,9 @@ class Metrics:
             f"loss scale: {record['loss-scale']:.1f}",
             f"grad norm: {record['grad-norm']:.3f}",
         ]
+        if "pipeline-idle-share" in record:
+            mean, most = record["pipeline-idle-share"], record["pipeline-idle-share-max"]
+            parts.append(f"pipeline idle (mean, max over ranks): {mean:.1%}, {most:.1%}")
         if "num-zeros" in record:
             parts.append(f"num zeros: {record['num-zeros']:.0f}")
         if "params-norm" in record:

@@ -1,0 +1,92 @@
+"""The time of the pipeline, told: the idle share in the log, and --timeline: when each action of a few steps ran."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config import Config
+from megatron_lite.mesh import ParallelMesh
+from megatron_lite.mesh_sizes import AXES
+from megatron_lite.parallel.clock import ActionClock, Span
+from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.parallel.trace import trace_of, write_trace
+
+
+def idle_shares(clock: ActionClock, device: torch.device) -> dict[str, float]:
+    """The share of the pipeline's time in which a rank waits, since the last call; collective over all ranks.
+
+    pipeline-idle-share: mean over the ranks, pipeline-idle-share-max: of the rank that waits most. A rank is busy in
+    its actions (the gathering of their weights included) and in the reduction of its gradients; the pipeline's time is
+    that of the rank that is longest in it. Nothing when no step was trained.
+    """
+    mine = torch.tensor(clock.take_sums(), device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    busy, seconds = torch.stack(every).unbind(1)
+    shares = 1 - busy / seconds.max()
+    mean, most = torch.stack([shares.mean(), shares.max()]).tolist()
+    return {"pipeline-idle-share": mean, "pipeline-idle-share-max": most}
+
+
+@contextmanager
+def timeline(config: Config, mesh: ParallelMesh, pipeline: Pipeline) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call after every step with the number of steps done.
+
+    The steps from --timeline-step-start to before --timeline-step-end, counted from where this run starts, are
+    recorded on the first data-parallel rank's pipeline (rank 0 of every other axis), and written by rank 0.
+    """
+    logging = config.logging
+    if logging.timeline is None:
+        yield lambda iteration: None
+        return
+    mine = all(mesh.rank(axis) == 0 for axis in AXES if axis != "pp")
+    clock, done = pipeline.clock, 0
+    steps: list[tuple[int, list[Span]]] = []
+
+    def on_step(iteration: int) -> None:
+        nonlocal done
+        steps.extend((iteration, spans) for spans in clock.take_spans())
+        clock.keeping = mine and logging.timeline_step_start <= done < logging.timeline_step_end
+        if done == logging.timeline_step_end:
+            finish()
+        done += 1
+
+    def finish() -> None:
+        clock.keeping = False
+        if not mine:
+            return
+        ranks: list[list[tuple[int, list[Span]]]] = [[] for _ in range(mesh.size("pp"))]
+        dist.all_gather_object(ranks, steps, group=mesh.group("pp"))
+        steps.clear()
+        if dist.get_rank() == 0:
+            _write(config, mesh.device, ranks)
+
+    on_step(0)
+    yield on_step
+    if done <= logging.timeline_step_end:
+        finish()
+
+
+def _write(config: Config, device: torch.device, ranks: list[list[tuple[int, list[Span]]]]) -> None:
+    """Write the file, or say why not: a disk must not stop a run."""
+    path = Path(config.logging.timeline)
+    if not ranks[0]:
+        print(
+            f"warning: --timeline {path} is not written: no step ran after the first "
+            f"{config.logging.timeline_step_start} (--timeline-step-start)",
+            flush=True,
+        )
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    try:
+        write_trace(path, trace_of(config, name, ranks))
+    except OSError as error:
+        print(f"warning: --timeline {path} cannot be written: {error}", flush=True)
+        return
+    print(
+        f"timeline of {len(ranks[0])} steps in {path}: python tools/show_schedule.py --from-trace {path}",
+        flush=True,
+    )
