@@ -11,7 +11,16 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("megatron_lite", "tools", "data_prep")
 FILES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py")) + [ROOT / "pretrain_gpt.py"]
 # matplotlib, pyarrow and datasets: slow to import, and each needed by one option or one kind of input only.
-OPTIONAL = {"wandb", "torch.utils.tensorboard", "matplotlib", "pyarrow", "datasets"}
+# transformers and accelerate: peers that tools/benchmark.py runs where they are installed.
+OPTIONAL = {
+    "wandb",
+    "torch.utils.tensorboard",
+    "matplotlib",
+    "pyarrow",
+    "datasets",
+    "transformers",
+    "accelerate",
+}
 PURE = [
     "config",
     "arguments",

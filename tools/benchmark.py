@@ -22,10 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from megatron_lite.data.command_line import Parser, number, run
+from tools.benchmarks import step
 from tools.benchmarks.comparison import Options, Table, render
 
 # Name -> suite; the first line of its docstring is what --list shows.
-SUITES: dict[str, Callable[[Options], list[Table]]] = {}
+SUITES: dict[str, Callable[[Options], list[Table]]] = {
+    "step": step.run,
+}
 
 
 def machine() -> str:

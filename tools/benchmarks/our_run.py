@@ -1,4 +1,4 @@
-"""Our side of the comparisons with baseline_model.py: the same sizes as flags and as a Config, the same first weights."""
+"""Our side of the comparisons with baseline_model.py: sizes as flags and a Config, the first weights."""
 
 import torch
 from torch import nn
