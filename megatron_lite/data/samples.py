@@ -94,54 +94,64 @@ class Samples(ABC):
             ConfigError: a token id beyond the vocabulary; names file and document.
         """
         options = self.options
-        texts = np.empty((len(indices), options.text_length), dtype=np.int64)
+        length, text_length = options.sequence_length, options.text_length
+        # One row begins where the one before it ends: what a row reads beyond its end, the last label, is taken
+        # before the next row is written over it. So a row is converted once and copied once.
+        flat = np.empty(len(indices) * length + options.extra_token, dtype=np.int64)
+        tokens = flat[: len(indices) * length].reshape(len(indices), length)
+        labels = np.empty_like(tokens)
+        whole = options.extra_token
         for row, index in enumerate(indices):
-            text = texts[row]
+            text = flat[row * length : row * length + text_length]
             filled = 0 if index is None else self.read(index, text)
-            if filled < len(text):
+            if filled < text_length:
                 text[filled:] = _PAD
-                text = text[:filled]
-            if options.vocab_size is not None:
-                self._check(index, text)
-        return assemble(texts, options)
+                whole = False
+            labels[row, : text_length - 1] = text[1:]
+        if not options.extra_token:
+            labels[:, -1] = _PAD
+        if options.vocab_size is not None:
+            self._check(indices, tokens, labels)
+        return mask(tokens, labels, options, whole)
 
-    def _check(self, index: int | None, text: np.ndarray) -> None:
+    def _check(self, indices: Sequence[int | None], tokens: np.ndarray, labels: np.ndarray) -> None:
         vocab_size = self.options.vocab_size
-        # As unsigned numbers the negative ones are huge: one pass finds both kinds.
-        if not len(text) or text.view(np.uint64).max() < vocab_size:
+        # As unsigned numbers the negative ones are huge: one pass finds both kinds, and padding.
+        if (
+            max(tokens.view(np.uint64).max(initial=0), labels[:, -1].view(np.uint64).max(initial=0))
+            < vocab_size
+        ):
             return
-        position = int(np.argmax(text.view(np.uint64) >= vocab_size))
-        raise ConfigError(
-            f"{self.find_token(index, position)} is token id {text[position]:,}, wanted 0 to {vocab_size - 1:,}: "
-            "the data was made with another tokenizer"
-        )
+        text = np.empty(self.options.text_length, dtype=np.int64)
+        for index in indices:
+            filled = 0 if index is None else self.read(index, text)
+            bad = np.flatnonzero(text[:filled].view(np.uint64) >= vocab_size)
+            if len(bad):
+                raise ConfigError(
+                    f"{self.find_token(index, int(bad[0]))} is token id {text[bad[0]]:,}, wanted 0 to "
+                    f"{vocab_size - 1:,}: the data was made with another tokenizer"
+                )
 
 
-def assemble(texts: np.ndarray, options: SampleOptions) -> Batch:
+def mask(tokens: np.ndarray, labels: np.ndarray, options: SampleOptions, whole: bool = False) -> Batch:
     """tokens, labels and, where asked for, position_ids and document_ids, int64 [B, S] each.
 
     Args:
-        texts: int64 [B, text_length], -1 behind the end of a short sample.
+        tokens, labels: int64 [B, S], changed in place; -1 where a short sample has none.
+        whole: there is no such place.
     """
-    length = options.sequence_length
-    tokens = texts[:, :length].copy()
-    if options.extra_token:
-        labels = texts[:, 1:].copy()
-    else:
-        labels = np.full_like(tokens, _PAD)
-        labels[:, :-1] = tokens[:, 1:]
     is_eod = None
     if options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask:
         is_eod = tokens == options.eod
     if options.eod_mask_loss:
         labels[is_eod] = IGNORED_LABEL
-    if (labels[:, -1] == _PAD).any():  # padding is always at the end
+    if not whole:
         labels[labels == _PAD] = IGNORED_LABEL
         tokens[tokens == _PAD] = 0  # any id that the embedding has
     batch = {"tokens": tokens, "labels": labels}
     if options.reset_position_ids:
         # The token after an eod is position 0: each takes the place of the last such start from its own.
-        places = np.arange(length, dtype=np.int64)
+        places = np.arange(options.sequence_length, dtype=np.int64)
         starts = np.zeros_like(tokens)
         starts[:, 1:] = np.where(is_eod[:, :-1], places[1:], 0)
         batch["position_ids"] = places - np.maximum.accumulate(starts, axis=1)

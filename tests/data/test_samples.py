@@ -1,10 +1,12 @@
 """From token rows to tokens, labels, positions and document numbers, against one row at a time by hand."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.data.samples import SampleOptions, assemble
+from megatron_lite.config import ConfigError
+from megatron_lite.data.samples import SampleOptions, Samples
 
 
 def by_hand(text, options):
@@ -32,22 +34,52 @@ def by_hand(text, options):
     return sample
 
 
+class Rows(Samples):
+    """Sample i is the i-th of the given rows, which may be short."""
+
+    def __init__(self, rows, options):
+        self.rows, self.options = rows, options
+
+    def __len__(self):
+        return len(self.rows)
+
+    def read(self, index, out):
+        out[: len(self.rows[index])] = self.rows[index]
+        return len(self.rows[index])
+
+    def locate(self, index):
+        return f"row {index}"
+
+    def find_token(self, index, position):
+        return f"row {index}, token {position}"
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 3), min_size=0, max_size=9), min_size=1, max_size=4),
     eod=st.integers(0, 3),
     flags=st.tuples(*[st.booleans()] * 4),
 )
-def test_assemble(rows, eod, flags):
-    options = SampleOptions(8, eod, None, *flags)
+def test_batch(rows, eod, flags):
+    options = SampleOptions(8, eod, 4, *flags)
     rows = [row[: options.text_length] for row in rows]
-    texts = np.array([row + [-1] * (options.text_length - len(row)) for row in rows], dtype=np.int64)
-    kept = texts.copy()
-    batch = assemble(texts, options)
-    for index, text in enumerate(kept.tolist()):
-        wanted = by_hand(text, options)
+    batch = Rows(rows, options).batch([*range(len(rows)), None])
+    for index, row in enumerate([*rows, []]):
+        wanted = by_hand(row + [-1] * (options.text_length - len(row)), options)
         assert set(batch) == set(wanted)
         for key, value in wanted.items():
-            assert batch[key].dtype == np.int64
+            assert batch[key].dtype == np.int64 and batch[key].flags.c_contiguous
             assert batch[key][index].tolist() == value, key
     assert not any(np.shares_memory(a, b) for a in batch.values() for b in batch.values() if a is not b)
+
+
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("row, position", [(0, 0), (1, 3), (2, 7), (0, -1), (2, -1)])
+@pytest.mark.parametrize("bad", [4, -7])
+def test_an_id_beyond_the_vocabulary_is_named_wherever_it_stands(extra, row, position, bad):
+    options = SampleOptions(8, vocab_size=4, extra_token=extra)
+    rows = [[1] * options.text_length for _ in range(3)]
+    rows[row][position] = bad
+    place = position % options.text_length
+    with pytest.raises(ConfigError, match=f"row {row}, token {place} is token id {bad}, wanted 0 to 3"):
+        Rows(rows, options).batch([0, 1, 2])
