@@ -11,17 +11,15 @@ from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import block_matrix_parameters
 from megatron_lite.parallel.partition import StagePlan, placement_of
 from megatron_lite.parallel.schedule import StageTimes, Timeline, build_schedule, runnable_schedule, simulate
+from megatron_lite.planning.activations import activation_width, block_activations, tokens_per_microbatch
 from megatron_lite.planning.devices import Cluster
 from megatron_lite.planning.memory import (
-    activation_width,
-    block_activations,
     block_parameters,
     microbatches_of,
     reshards,
     shards,
     stage_local_parameters,
     stages_of,
-    tokens_per_microbatch,
 )
 from megatron_lite.training.flops import flops_per_step
 

@@ -6,13 +6,8 @@ import pytest
 
 from megatron_lite.parallel.partition import stages_of_rank
 from megatron_lite.parallel.schedule import build_schedule, peak_in_flight
-from megatron_lite.planning.memory import (
-    activations_in_flight,
-    block_activations,
-    rank_memory,
-    stage_activations,
-    stages_of,
-)
+from megatron_lite.planning.activations import block_activations, stage_activations
+from megatron_lite.planning.memory import activations_in_flight, rank_memory, stages_of
 from tests.planning.layouts import config
 
 MATRICES = 2048 * (2048 + 2 * 1024) + 2048 * 2048 + 3 * 2048 * 5632

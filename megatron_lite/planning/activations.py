@@ -1,0 +1,160 @@
+"""Bytes of activations, tensor by tensor: what a block and a stage keep for backward, and what backward works in.
+
+Imports no torch. Symbols as in memory.py. Source: Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), for this
+model's operators.
+"""
+
+from megatron_lite.config import Config
+from megatron_lite.parallel.partition import StagePlan
+
+# Rows of logits at a time with --cross-entropy-loss-fusion, as model/loss.py has it (which imports torch).
+LOSS_CHUNK_TOKENS = 1024
+
+
+def activation_width(config: Config) -> int:
+    """a: bytes of an element of activations and of gathered weights."""
+    return 2 if config.precision.bf16 or config.precision.fp16 else 4
+
+
+def tokens_per_microbatch(config: Config) -> int:
+    """T = B S / cp."""
+    return config.training.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
+
+
+def block_activations(config: Config, recompute: str | None) -> float:
+    """Bytes that one block keeps for the backward of one microbatch.
+
+    Nothing recomputed, per token and in elements (times a):
+        2 H/s            inputs of the two norms (the residual stream)
+        2 H              inputs of the attention and MLP projections, whole also with sequence parallelism
+        4 q/t            what core attention saves: queries, its output, keys and values repeated for every head
+        2 F/t            GELU or squared ReLU: its input and output; 4 F/t for SwiGLU: gate, up, silu(gate), product
+    plus, per token, fp32 statistics (4 bytes a norm, 8 for LayerNorm, 4 N/t for the softmax), 1 byte H/s for each of
+    two dropout masks when hidden dropout is on, and q + kv over t for query/key norms. With t = 1 and GELU this is
+    the 34 s b h of Korthikanti et al. less the masks. Context parallelism keeps keys and values of the whole
+    sequence, seen twice, and the dense mask of its two query chunks: a (S / 2cp)^2 (2cp + 1).
+
+    selective (core attention): keys and values are kept as they are, not repeated, and no softmax statistics.
+    full: the block's input alone, a T H/s.
+    """
+    model, parallel = config.model, config.parallel
+    a, tokens, hidden = activation_width(config), tokens_per_microbatch(config), model.hidden_size
+    t = parallel.tensor_model_parallel_size
+    s = t if parallel.sequence_parallel else 1
+    if recompute == "full":
+        return a * tokens * hidden / s
+    modules = set(parallel.recompute_modules) if recompute == "selective" else set()
+    query, key_value = _widths(config)
+    elements = 2 * hidden / s + 2 * hidden
+    if "mlp" not in modules:
+        elements += (4 if model.swiglu else 2) * model.ffn_hidden_size / t
+    if model.qk_layernorm:
+        elements += (query + key_value) / t
+    statistics = 2.0 * (8 if model.normalization == "LayerNorm" else 4) * ("layernorm" not in modules)
+    if model.hidden_dropout:
+        statistics += 2 * hidden / s
+    extra = 0.0
+    if "core_attn" in modules:
+        elements += 2 * (query + key_value) / t
+    else:
+        statistics += 4 * model.num_attention_heads / t
+        keys, extra = _keys_and_mask(config, query, key_value)
+        elements += (2 * query + keys) / t
+    return tokens * (a * elements + statistics) + extra
+
+
+def _keys_and_mask(config: Config, query: int, key_value: int) -> tuple[float, float]:
+    """Elements of keys and values that core attention keeps per own token (of all t), and bytes of its mask."""
+    cp, length = config.parallel.context_parallel_size, config.data.seq_length
+    if cp == 1:
+        return 2 * query, 0.0
+    seen = (
+        cp + 0.5 if query != key_value else cp
+    )  # repeated for each of two query chunks, or views of one gathering
+    mask = activation_width(config) * (length / (2 * cp)) ** 2 * (2 * cp + 1)
+    return 2 * query * seen, mask
+
+
+def _widths(config: Config) -> tuple[int, int]:
+    model = config.model
+    return model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+
+
+def stage_activations(config: Config, plan: StagePlan) -> float:
+    """Bytes that a stage keeps for the backward of one microbatch: its blocks, its output, its head.
+
+    The output is the hidden state that the pipeline holds until backward (a T H/s), on the last stage the final norm's
+    input; there come the head's input (a T H) and what the loss saves of the logits. The input of a stage that is not
+    the first lies in a receive buffer and is not counted here.
+    """
+    a, tokens = activation_width(config), tokens_per_microbatch(config)
+    parallel, hidden = config.parallel, config.model.hidden_size
+    s = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    granularity, layers = parallel.recompute_granularity, len(plan.layers)
+    if granularity == "full" and parallel.recompute_method == "block":
+        made_again = min(layers, parallel.recompute_num_layers)
+        size = made_again * block_activations(config, "full")
+        size += (layers - made_again) * block_activations(config, None)
+    elif granularity == "full":
+        size = -(-layers // parallel.recompute_num_layers) * block_activations(config, "full")
+    else:
+        size = layers * block_activations(config, granularity)
+    if plan.stage == 0:
+        size += a * tokens * hidden / s  # other stages' input lies in a receive buffer
+    if plan.has_lm_head:
+        size += a * tokens * hidden + logits_bytes(config)[0]
+    return size
+
+
+def logits_bytes(config: Config) -> tuple[float, float]:
+    """(bytes kept until the loss's backward, most bytes alive beside them in it) of the logits [T, V/t].
+
+    One rank: log-probabilities in fp32 (4) are kept; beside them their gradient and the logits', both fp32. Several
+    tensor ranks: probabilities in a are kept, with a and twice 4 beside them. With --cross-entropy-loss-fusion 1,024
+    rows at a time, nothing kept.
+    """
+    a, t = activation_width(config), config.parallel.tensor_model_parallel_size
+    rows, width = tokens_per_microbatch(config), config.model.padded_vocab_size / t
+    kept, beside = (4, 8) if t == 1 else (a, 8 + a)
+    if config.model.cross_entropy_loss_fusion and rows > LOSS_CHUNK_TOKENS:
+        return 0.0, LOSS_CHUNK_TOKENS * width * (kept + beside)
+    return kept * rows * width, beside * rows * width
+
+
+def waiting_bytes(config: Config, plan: StagePlan) -> float:
+    """Bytes of one microbatch of a stage between its input's gradient and its weights' (split backward).
+
+    What the stage keeps stays, but for what the loss saved of the logits; to it come the gradients of the outputs of
+    all linears and norms, in elements per token of a block:
+        2 H + 2 H/s + (q + 2 kv + m F)/t, m = 2 for SwiGLU (gate and up), else 1
+    and on the last stage those of the logits, V/t, and of the final norm, H/s.
+    """
+    model, parallel = config.model, config.parallel
+    a, tokens, hidden = activation_width(config), tokens_per_microbatch(config), model.hidden_size
+    t = parallel.tensor_model_parallel_size
+    s = t if parallel.sequence_parallel else 1
+    query, key_value = _widths(config)
+    split = query + 2 * key_value + (2 if model.swiglu else 1) * model.ffn_hidden_size
+    size = stage_activations(config, plan) + a * tokens * len(plan.layers) * (
+        2 * hidden + 2 * hidden / s + split / t
+    )
+    if plan.has_lm_head:
+        size += a * tokens * (model.padded_vocab_size / t + hidden / s) - logits_bytes(config)[0]
+    return size
+
+
+def workspace_bytes(config: Config) -> float:
+    """Bytes of a block's backward beside what was kept: three gradients of its widest tensor, what is recomputed."""
+    parallel, again = config.parallel, 0.0
+    if parallel.recompute_granularity == "full":
+        unit = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
+        again = unit * (block_activations(config, None) - block_activations(config, "full") / unit)
+    elif parallel.recompute_granularity == "selective":
+        again = max(0.0, block_activations(config, None) - block_activations(config, "selective"))
+    a, tokens, t = (
+        activation_width(config),
+        tokens_per_microbatch(config),
+        parallel.tensor_model_parallel_size,
+    )
+    gradients = 3 * a * tokens * max(config.model.hidden_size, config.model.ffn_hidden_size / t)
+    return again + gradients
