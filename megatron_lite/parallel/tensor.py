@@ -133,10 +133,25 @@ def _split_embedding(embedding: nn.Module, mesh: DeviceMesh, hidden: Placement) 
             f"--make-vocab-size-divisible-by: the padded vocabulary {rows:,} does not divide by "
             f"--tensor-model-parallel-size {mesh.size()}"
         )
-    by_vocabulary = RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden)
-    parallelize_module(embedding.word_embeddings, mesh, by_vocabulary)
-    # A copy: FSDP warns at a module that returns a view, and DTensor's local part is one.
-    embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
+    words = embedding.word_embeddings
+    words.weight = _rows_of_rank(words.weight, mesh)
+    first, count = mesh.get_local_rank() * (rows // mesh.size()), rows // mesh.size()
+
+    def look_up(tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [B, S] -> [B, S, H], or my positions of it: each rank gives its own rows, the sum is the embedding.
+
+        DTensor's own embedding makes the gradient of all V rows on every rank; this one of V/tp.
+        """
+        index = tokens - first
+        others = (index < 0) | (index >= count)
+        found = F.embedding(index.masked_fill(others, 0), words.weight.to_local())
+        part = DTensor.from_local(
+            found.masked_fill(others[..., None], 0.0), mesh, [Partial()], run_check=False
+        )
+        # A copy: FSDP warns at a module that returns a view, and DTensor's local part is one.
+        return part.redistribute(placements=[hidden]).to_local().clone()
+
+    words.forward = look_up
     if embedding.position_embeddings is not None:
         parallelize_module(embedding.position_embeddings, mesh, ReplicatedWeights(hidden, Replicate()))
 
@@ -144,9 +159,7 @@ def _split_embedding(embedding: nn.Module, mesh: DeviceMesh, hidden: Placement) 
 def _split_head(head: nn.Module, mesh: DeviceMesh, hidden: Placement, shared: nn.Parameter | None) -> None:
     """Split the head by vocabulary: it makes [T, V/tp] logits, and the loss from all ranks' parts."""
     if shared is None:
-        rows = head.weight.shape[0] // mesh.size()
-        local = torch.empty(rows, head.weight.shape[1], dtype=head.weight.dtype, device=head.weight.device)
-        shared = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        shared = _rows_of_rank(head.weight, mesh)
     head.weight = shared
     vocab_size = head.vocab_size
 
@@ -167,6 +180,13 @@ def _split_head(head: nn.Module, mesh: DeviceMesh, hidden: Placement, shared: nn
     head.register_forward_hook(gather_logits)
     head.project = project
     head.loss_sum = functools.partial(_head_loss, group=mesh.get_group(), vocab_size=vocab_size)
+
+
+def _rows_of_rank(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """A weight [V, H] on meta as a parameter of which each rank of the mesh has V/tp rows."""
+    rows = weight.shape[0] // mesh.size()
+    local = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
 
 
 def _head_loss(
