@@ -83,6 +83,18 @@ def speed(
     return Row(name, baseline, *quartiles(ratios), at_least=at_least, note=note)
 
 
+def cost(
+    name: str,
+    seconds: Mapping[str, Sequence[float]],
+    baseline: str,
+    at_most: float | None = None,
+    note: str = "",
+) -> Row:
+    """How long `name` takes as a multiple of `baseline` (above 1: longer): the median over the rounds' own ratios."""
+    ratios = [ours / theirs for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
+    return Row(name, baseline, *quartiles(ratios), at_most=at_most, note=note)
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Median, lower and upper quartile."""
     if len(values) < 2:
@@ -101,6 +113,25 @@ def refuse_unlike(what: str, values: Mapping[str, float], tolerance: float = 1e-
     for name, value in others:
         if not math.isclose(value, wanted, rel_tol=tolerance):
             raise RunError(f"not the same work: {what} of {name} is {value:.6g}, of {first} {wanted:.6g}")
+
+
+def refuse_different(what: str, values: Mapping[str, object]) -> None:
+    """Stop when contestants did not come to equal results (bytes, digests, orders).
+
+    Raises:
+        RunError: some value is not equal to the first.
+    """
+    (first, wanted), *others = values.items()
+    for name, value in others:
+        if value != wanted:
+            raise RunError(
+                f"not the same work: {what} of {name} is {_short(value)}, of {first} {_short(wanted)}"
+            )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def render(table: Table) -> str:
