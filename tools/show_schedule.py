@@ -1,104 +1,339 @@
-"""The timetable of a run's pipeline as text, its bubble and what it keeps in flight, without any process group.
+"""The timetable of a run's pipeline as text or picture: its bubble, what it keeps in flight, and what a run really did.
 
     python tools/show_schedule.py --world-size 4 --check <the flags of pretrain_gpt.py> [--microbatches 8]
+    ... --output schedule.svg                       a picture (.svg or .png) besides the text
+    ... --times 1/2 1/2 1/2 1.5/3                   forward/backward of each stage instead of equal ones; three
+                                                    numbers: forward/input gradient/weight gradient
+    python tools/show_schedule.py --from-trace t.json [--output run.svg]
+                                                    what a run with --timeline t.json did, beside the ideal; which stage
+                                                    is slowest; a better --pipeline-model-parallel-layout and its gain
 
 One row a rank, one cell a unit of time. a3: forward of microbatch 3 on the rank's chunk a (b, c, ... further chunks);
-A3: its backward; w3: a weight gradient that runs apart; .. : idle. A full backward takes twice a forward, and all
-stages the same time: the ideal that a measured run is held against.
+A3: its backward; w3: a weight gradient that runs apart; .. : idle. Without --times a full backward takes twice a
+forward, and all stages the same time.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arguments import parse_or_exit
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.data.command_line import Parser, number, run, write_aside
 from megatron_lite.environment import Environment
+from megatron_lite.model.costs import model_costs
+from megatron_lite.parallel.layout import write_layout
+from megatron_lite.parallel.partition import placement_of
 from megatron_lite.parallel.schedule import (
+    Action,
     Event,
     StageTimes,
     Timeline,
     build_schedule,
     check_microbatches,
     peak_in_flight,
+    runnable_schedule,
     schedule_timeline,
+    simulate,
 )
+from megatron_lite.parallel.trace import MeasuredTimes, RecordedPass, Trace, measured_times, read_trace
+from megatron_lite.planning.balance import Proposal, propose
+from megatron_lite.planning.memory import microbatches_of
+from megatron_lite.planning.picture import Panel, draw, to_png, to_svg
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
+MOST_CELLS = 120
+# Less than this share of a pass is not worth another layout.
+LEAST_GAIN = 0.01
+# The flags that --pipeline-model-parallel-layout takes the place of.
+SPLIT_FLAGS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage",
+)
 
 
-def draw(timeline: Timeline, pipeline_size: int) -> str:
-    """The rows, for unit times: every action starts and ends on a whole unit."""
-    rows = []
+def rows(timeline: Timeline, pipeline_size: int, unit: float = 1.0) -> str:
+    """The timetable as text, a cell for each `unit` of time: what runs in the middle of it."""
+    count = round(timeline.seconds / unit)
+    lines = []
     for rank, events in enumerate(timeline.events):
-        cells = [".."] * round(timeline.seconds)
+        cells = [".."] * count
         for event in events:
-            for unit in range(round(event.start), round(event.end)):
-                cells[unit] = _cell(event, pipeline_size)
-        rows.append(f"rank {rank}  " + " ".join(cells))
-    return "\n".join(rows)
+            start, end = ((time - timeline.start) / unit for time in (event.start, event.end))
+            for cell in range(max(0, round(start)), min(count, round(end))):
+                cells[cell] = _cell(event, pipeline_size)
+        lines.append(f"rank {rank}  " + " ".join(cells))
+    return "\n".join(lines)
 
 
 def _cell(event: Event, pipeline_size: int) -> str:
     chunk = "abcdefgh"[min(event.action.stage // pipeline_size, 7)]
+    if event.action.kind == "R":
+        return "rr"
     microbatch = SIGNS[event.action.microbatch % len(SIGNS)]
     if event.action.kind == "W":
         return f"w{microbatch}"
     return (chunk if event.action.kind == "F" else chunk.upper()) + microbatch
 
 
-def describe_schedule(name: str, pipeline_size: int, microbatches: int, chunks: int) -> str:
+def headline(name: str, pipeline_size: int, microbatches: int, chunks: int) -> str:
+    """Schedule and sizes in words."""
+    return f"{name}: {pipeline_size} ranks x {chunks} chunks, {microbatches} microbatches"
+
+
+def in_flight(name: str, pipeline_size: int, microbatches: int, chunks: int) -> tuple[float, ...]:
+    """The most activations at once of each rank, in microbatches of its layers."""
+    schedule = build_schedule(name, pipeline_size, microbatches, chunks)
+    return tuple(peak_in_flight(actions) / chunks for actions in schedule)
+
+
+def describe_schedule(
+    name: str, pipeline_size: int, microbatches: int, chunks: int, times: StageTimes | None = None
+) -> str:
     """The timetable and the two numbers that follow from it.
 
     Raises:
         ConfigError: the schedule cannot run so many microbatches.
     """
-    reason = check_microbatches(name, pipeline_size, chunks, microbatches)
-    if reason is not None:
-        raise ConfigError(reason)
-    times = StageTimes.equal(pipeline_size * chunks)
-    timeline = schedule_timeline(name, pipeline_size, microbatches, chunks, times)
-    held = [
-        peak_in_flight(actions) / chunks
-        for actions in build_schedule(name, pipeline_size, microbatches, chunks)
-    ]
+    timeline = played(name, pipeline_size, microbatches, chunks, times)
+    unit = 1.0 if times is None else max(min(times.forward), timeline.seconds / MOST_CELLS)
+    held = in_flight(name, pipeline_size, microbatches, chunks)
     return "\n".join(
         (
-            f"{name}: {pipeline_size} ranks x {chunks} chunks, {microbatches} microbatches",
-            draw(timeline, pipeline_size),
+            headline(name, pipeline_size, microbatches, chunks),
+            rows(timeline, pipeline_size, unit),
             f"idle {timeline.bubble_fraction:.1%}; most activations at once, in microbatches of a rank's layers: "
             + ", ".join(f"{n:g}" for n in held),
         )
     )
 
 
-def microbatches_of(config: Config) -> int:
-    """Microbatches of one pass of the run's pipeline."""
-    samples = config.training.micro_batch_size * config.parallel.data_parallel_size
-    count = config.training.global_batch_size // samples
-    return min(count, config.parallel.max_microbatches_per_step or count)
+def played(
+    name: str, pipeline_size: int, microbatches: int, chunks: int, times: StageTimes | None = None
+) -> Timeline:
+    """The schedule with these times, or equal ones."""
+    reason = check_microbatches(name, pipeline_size, chunks, microbatches)
+    if reason is not None:
+        raise ConfigError(reason)
+    stages = pipeline_size * chunks
+    return schedule_timeline(name, pipeline_size, microbatches, chunks, times or StageTimes.equal(stages))
+
+
+def stage_times(words: Sequence[str], stages: int) -> StageTimes:
+    """--times as StageTimes: one entry for each stage, or one for all.
+
+    Raises:
+        ConfigError: an entry that is not two or three positive numbers, or too many or few entries.
+    """
+    found = []
+    for word in words:
+        try:
+            numbers = [float(part) for part in word.split("/")]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (2, 3) or not all(0 < n < float("inf") for n in numbers):
+            raise ConfigError(
+                f"--times '{word}' wants forward/backward or forward/input/weight, e.g. 1/2 or 1/1/1"
+            )
+        half = numbers[1] / 2
+        found.append(tuple(numbers) if len(numbers) == 3 else (numbers[0], half, half))
+    if len(found) == 1:
+        found *= stages
+    if len(found) != stages:
+        raise ConfigError(
+            f"--times has {len(found)} entries, wanted one for each of {stages} stages, or one for all"
+        )
+    return StageTimes(*zip(*found, strict=True))
+
+
+def ideal_times(measured: MeasuredTimes, stages: int) -> Callable[[Action], float]:
+    """The measured work dealt out to all stages equally: each kind of action takes its mean over the stages."""
+    kinds = {kind for kind, _ in measured.seconds}
+    mean = {k: sum(s for (kind, _), s in measured.seconds.items() if kind == k) / stages for k in kinds}
+    if "B" in kinds and "I" in kinds:  # some stages ran one, some the other, some both
+        whole = sum(measured.of_stage(stage) for stage in range(stages)) / stages - mean["F"]
+        mean |= {"B": whole, "I": whole / 2, "W": whole / 2}
+    return lambda action: mean[action.kind]
+
+
+class Comparison:
+    """The typical pass of a trace; the same schedule played with the stages' measured times, and with equal ones."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.measured = trace, measured_times(trace)
+        self.one: RecordedPass = trace.typical
+        self.name = trace.schedule_of(self.one)
+        self.counts = tuple(len(plan.layers) for plan in trace.plans)
+        schedule = build_schedule(self.name, trace.pipeline_size, self.one.microbatches, trace.chunks)
+        placement = placement_of(self.name)
+        self.played = simulate(schedule, self.measured, placement)
+        self.ideal = simulate(schedule, ideal_times(self.measured, len(self.counts)), placement)
+
+    def sizes(self) -> tuple[str, int, int, int]:
+        """Schedule, ranks, microbatches, chunks."""
+        return self.name, self.trace.pipeline_size, self.one.microbatches, self.trace.chunks
+
+    def rows(self) -> list[tuple[str, Timeline]]:
+        """What is told and drawn, and how each is called."""
+        return [
+            (f"measured, step {self.one.iteration:,}", self.one.timeline),
+            ("played with the measured stage times", self.played),
+            ("ideal: the same work in equal stages", self.ideal),
+        ]
+
+    @property
+    def slowest(self) -> str:
+        """The stage that takes longest for a microbatch, by name."""
+        whole = [self.measured.of_stage(plan.stage) for plan in self.trace.plans]
+        plan = max(self.trace.plans, key=lambda plan: whole[plan.stage])
+        times = whole[plan.stage] * len(whole) / sum(whole)
+        return f"stage {plan.stage} on rank {plan.rank} ({plan.holds}), {times:.2f} times the mean stage"
+
+    def proposal(self) -> Proposal:
+        """A better split of the layers."""
+        config = self.trace.config
+        costs = model_costs(config.model, config.data.seq_length)
+        head_blocks = costs.head.flops / costs.block.flops
+        return propose(*self.sizes(), self.measured, self.counts, head_blocks)
+
+
+def describe_trace(comparison: Comparison) -> str:
+    """What the run did, where the time goes, the slowest stage, and the proposal."""
+    trace = comparison.trace
+    lines = [f"{headline(*comparison.sizes())}, {len(trace.passes)} passes on {trace.device}"]
+    size, unit = trace.pipeline_size, comparison.one.timeline.seconds / MOST_CELLS
+    lines += [rows(comparison.one.timeline, size, unit), ""]
+    lines += [
+        f"{name:<37} {1000 * timeline.seconds:10.2f} ms  idle {timeline.bubble_fraction:6.1%}"
+        for name, timeline in comparison.rows()
+    ]
+    lines += ["", *_stages(comparison), f"slowest: {comparison.slowest}; times in ms a microbatch", ""]
+    return "\n".join([*lines, describe_proposal(comparison.proposal(), comparison)])
+
+
+def _stages(comparison: Comparison) -> list[str]:
+    """A row for each stage: milliseconds of a microbatch."""
+    plans, measured = comparison.trace.plans, comparison.measured
+    whole = [measured.of_stage(plan.stage) for plan in plans]
+    lines = [f"{'stage':>5} {'rank':>4}  {'holds':<26} {'forward':>9} {'backward':>9} {'of the mean':>11}"]
+    for plan, seconds in zip(plans, whole, strict=True):
+        forward = measured.seconds["F", plan.stage]
+        share = seconds * len(whole) / sum(whole)
+        lines.append(
+            f"{plan.stage:>5} {plan.rank:>4}  {plan.holds:<26} {1000 * forward:9.2f} "
+            f"{1000 * (seconds - forward):9.2f} {share:11.2f}"
+        )
+    return lines
+
+
+def describe_proposal(proposal: Proposal, comparison: Comparison) -> str:
+    """The flag to paste, what it is expected to bring, and what it costs in activations."""
+    parts = (
+        f"estimated: one layer {1000 * proposal.block:.2f} ms a microbatch, embedding "
+        f"{1000 * proposal.embedding:.2f} ms, head {1000 * proposal.head:.2f} ms"
+    )
+    if proposal.gain < LEAST_GAIN:
+        return f"{parts}\nno split of the layers is faster by {LEAST_GAIN:.0%}: keep this one"
+    before, after = (_activations(comparison, counts) for counts in (proposal.before, proposal.after))
+    given = comparison.trace.config.parallel
+    instead = [f"--{name.replace('_', '-')}" for name in SPLIT_FLAGS if getattr(given, name)]
+    lines = [
+        parts,
+        f"proposed{' in place of ' + ', '.join(instead) if instead else ''}:",
+        f"    --pipeline-model-parallel-layout '{write_layout(proposal.after)}'",
+        f"layers of the stages {', '.join(map(str, proposal.before))} -> {', '.join(map(str, proposal.after))}",
+        f"the pipeline's part of a step is predicted to take {proposal.gain:.1%} less: "
+        f"{1000 * proposal.seconds_before:.2f} -> {1000 * proposal.seconds_after:.2f} ms, both played",
+        f"most activations at once of each rank, in layers: {before} -> {after}",
+    ]
+    return "\n".join(lines)
+
+
+def _activations(comparison: Comparison, counts: Sequence[int]) -> str:
+    schedule = build_schedule(*comparison.sizes())
+    return ", ".join(f"{peak_in_flight(actions, counts):g}" for actions in schedule)
+
+
+def write_picture(path: Path, panels: Sequence[Panel], pipeline_size: int, unit: str, scale: float) -> None:
+    """Draw to a file, by its ending.
+
+    Raises:
+        ConfigError: another ending, or a PNG without matplotlib.
+    """
+    scene = draw(panels, pipeline_size, unit, scale)
+    if path.suffix == ".svg":
+        write_aside(path, to_svg(scene))
+    else:
+        try:
+            write_aside(path, to_png(scene))
+        except ImportError:
+            raise ConfigError(f"--output {path}: a .png needs matplotlib, an .svg does not") from None
+    print(f"written: {path}")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse and print."""
-    parser = Parser(__doc__.splitlines()[0], prog="show_schedule.py")
-    parser.add_argument("--microbatches", type=number(1), help="draw so many instead of the run's own")
-    own: argparse.Namespace
-    own, flags = parser.parse_known_args(argv)
-    config = parse_or_exit(flags, Environment.read())
-    parallel = config.parallel
-    print(
-        describe_schedule(
-            parallel.pipeline_schedule,
-            parallel.pipeline_model_parallel_size,
-            own.microbatches or microbatches_of(config),
-            parallel.num_virtual_stages_per_pipeline_rank,
-        )
+    """Parse, print, draw."""
+    parser = Parser(
+        __doc__.splitlines()[0],
+        prog="show_schedule.py",
+        epilog="\n".join(__doc__.splitlines()[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--microbatches", type=number(1), help="draw so many instead of the run's own")
+    parser.add_argument("--times", nargs="+", help="forward/backward of each stage, or forward/input/weight")
+    parser.add_argument(
+        "--from-trace", type=Path, metavar="FILE", help="a file of pretrain_gpt.py --timeline"
+    )
+    parser.add_argument("--output", type=Path, help="also draw to this .svg or .png file")
+    own, flags = parser.parse_known_args(argv)
+    if own.output is not None and own.output.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--output {own.output} has to end in .svg or .png")
+    if own.from_trace is not None:
+        if flags or own.times or own.microbatches:
+            raise ConfigError("--from-trace knows the run's flags and times: give it alone, or with --output")
+        _show_trace(own.from_trace, own.output)
+        return
+    _show_plan(parse_or_exit(flags, Environment.read()), own)
+
+
+def _show_trace(path: Path, output: Path | None) -> None:
+    comparison = Comparison(read_trace(path))
+    print(describe_trace(comparison))
+    if output is None:
+        return
+    held = in_flight(*comparison.sizes())
+    panels = [
+        Panel(
+            f"{name}: {1000 * timeline.seconds:,.1f} ms, idle {timeline.bubble_fraction:.1%}",
+            timeline,
+            held,
+            f"slowest: {comparison.slowest}" if timeline is comparison.one.timeline else "",
+        )
+        for name, timeline in comparison.rows()
+    ]
+    write_picture(output, panels, comparison.trace.pipeline_size, "ms", 1000.0)
+
+
+def _show_plan(config: Config, own: argparse.Namespace) -> None:
+    parallel = config.parallel
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    microbatches = own.microbatches or microbatches_of(config)[1]
+    name = runnable_schedule(parallel.pipeline_schedule, size, microbatches)
+    times = stage_times(own.times, size * chunks) if own.times else None
+    print(describe_schedule(name, size, microbatches, chunks, times))
+    if own.output is None:
+        return
+    timeline = played(name, size, microbatches, chunks, times)
+    title = f"{headline(name, size, microbatches, chunks)}, idle {timeline.bubble_fraction:.1%}"
+    panel = Panel(title, timeline, in_flight(name, size, microbatches, chunks))
+    unit = "units of --times" if times else "forwards of a chunk"
+    write_picture(own.output, [panel], size, unit, 1.0)
 
 
 if __name__ == "__main__":

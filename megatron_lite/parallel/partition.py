@@ -24,6 +24,15 @@ class StagePlan:
     has_embedding: bool
     has_lm_head: bool
 
+    @property
+    def holds(self) -> str:
+        """What lies on the stage, in words."""
+        parts = ["embedding"] if self.has_embedding else []
+        if self.layers:
+            first, last = self.layers[0], self.layers[-1]
+            parts.append(f"layer {first}" if first == last else f"layers {first}-{last}")
+        return ", ".join(parts + (["head"] if self.has_lm_head else []))
+
 
 @dataclass(frozen=True)
 class StageWeights:
@@ -284,15 +293,10 @@ def describe(plans: list[StagePlan], costs: ModelCosts) -> str:
     total = sum(compute)
     rows = [("stage", "rank", "holds", "parameters", "compute")]
     for plan, flops in zip(plans, compute, strict=True):
-        holds = ["embedding"] if plan.has_embedding else []
-        if plan.layers:
-            first, last = plan.layers[0], plan.layers[-1]
-            holds.append(f"layer {first}" if first == last else f"layers {first}-{last}")
-        if plan.has_lm_head:
-            copied = costs.shared_parameters and not plan.has_embedding
-            holds.append("head (copy of the embedding)" if copied else "head")
+        copied = plan.has_lm_head and costs.shared_parameters and not plan.has_embedding
+        holds = plan.holds + (" (copy of the embedding)" if copied else "")
         parameters = f"{stage_parameters(plan, costs):,}"
-        rows.append((str(plan.stage), str(plan.rank), ", ".join(holds), parameters, f"{flops / total:.1%}"))
+        rows.append((str(plan.stage), str(plan.rank), holds, parameters, f"{flops / total:.1%}"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
         f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  "
