@@ -35,9 +35,12 @@ def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:
 @torch.no_grad()
 def sum_over_model(values: Iterable[tuple[torch.Tensor, torch.Tensor]], mesh: ParallelMesh) -> torch.Tensor:
     """Sum (tensor it belongs to, its value) pairs over my pieces and over all ranks; scalar fp32, on my device."""
-    total = torch.zeros((), device=mesh.device)
+    by_copies: dict[int, list[torch.Tensor]] = {}
     for tensor, value in values:
-        total += value.to(mesh.device) / replication(tensor, mesh)
+        by_copies.setdefault(replication(tensor, mesh), []).append(value)
+    total = torch.zeros((), device=mesh.device)
+    for copies, alike in by_copies.items():  # a few operators, not some for each parameter
+        total += torch.stack(alike).sum().to(mesh.device) / copies
     return mesh.sum_over(total, "dp_shard", "cp", "tp", "pp")
 
 
@@ -46,7 +49,7 @@ def gradient_norm(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
     """L2 norm of the gradient of the whole model, scalar fp32."""
     gradients = [p.grad for _, p in counted_parameters(chunks) if p.grad is not None]
     norms = torch._foreach_norm([local_part(g).float() for g in gradients])
-    return sum_over_model(((g, n.square()) for g, n in zip(gradients, norms)), mesh).sqrt()
+    return sum_over_model(zip(gradients, torch._foreach_mul(norms, norms)), mesh).sqrt()
 
 
 @torch.no_grad()
@@ -54,7 +57,7 @@ def parameter_norm(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
     """L2 norm of all parameters, scalar fp32."""
     parameters = [p for _, p in counted_parameters(chunks)]
     norms = torch._foreach_norm([local_part(p) for p in parameters])
-    return sum_over_model(((p, n.square()) for p, n in zip(parameters, norms)), mesh).sqrt()
+    return sum_over_model(zip(parameters, torch._foreach_mul(norms, norms)), mesh).sqrt()
 
 
 @torch.no_grad()
