@@ -21,6 +21,9 @@ import torch.distributed as dist
 
 from megatron_lite.data.command_line import RunError
 
+# Imported once, before the ranks are forked.
+PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining")
+
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """Run `function(*args)` on `world_size` fresh processes with a gloo group; their results, rank by rank.
@@ -33,6 +36,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         RunError: with the traceback of the first rank that failed, or the ranks that did not come to an end.
     """
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))  # no effect where the server runs already
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -76,7 +80,7 @@ def _enter(
     timeout: float,
     answer: Connection,
 ) -> None:
-    """The life of one rank; leaves by os._exit, for gloo's threads can abort a finished process."""
+    """The life of one rank: its answer, then waiting until the parent kills it (or has gone itself)."""
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=timedelta(seconds=timeout))
@@ -87,8 +91,7 @@ def _enter(
     except BaseException:  # noqa: BLE001  the traceback is the answer
         outcome = (False, traceback.format_exc())
     answer.send(outcome)
-    if outcome[0]:
-        dist.barrier()  # rank 0 holds the store: it leaves when nobody needs it any more
+    multiprocessing.parent_process().join()  # killed by then: a rank that left early would disturb its peers
     os._exit(0)
 
 
