@@ -168,14 +168,13 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], every: list[St
     kept = {
         "parameters": parameters,
         "optimizer state": sum(optimizer_bytes(config, plan) for plan in plans),
-        "unsharded gradients": unsharded,
         "receive buffers": _receive_buffers(config, plans, every),
     }
     reduction = _reduced_width(config) * max(local_unit(config, plan) for plan in plans)
-    candidates = [{"gathered weights": gathered, "gradient shards": parameters, "workspace": reduction}]
-    candidates += _moments(config, rank, plans, local, gathered)
+    at_end = {"gathered weights": gathered, "unsharded gradients": unsharded}
+    candidates = [at_end | {"gradient shards": parameters, "workspace": reduction}]
+    candidates += _moments(config, rank, plans, local, gathered, unsharded)
     parts = kept | max(candidates, key=lambda moment: sum(moment.values()))
-    parts["unsharded gradients"] += parts.pop("newest gradients", 0.0)
     host = 0.0
     if config.parallel.fsdp_cpu_offload:
         host = parts.pop("parameters") + parts.pop("optimizer state") + parameters
@@ -185,7 +184,12 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], every: list[St
 
 
 def _moments(
-    config: Config, rank: int, plans: list[StagePlan], local: Sequence[float], gathered: float
+    config: Config,
+    rank: int,
+    plans: list[StagePlan],
+    local: Sequence[float],
+    gathered: float,
+    unsharded: float,
 ) -> list[dict[str, float]]:
     """What lies beside the states at each moment of a rank's backwards, as rank_memory says.
 
@@ -199,7 +203,6 @@ def _moments(
     at_start = min(gathered, _two_units(config, plans)) if frees else gathered
     largest = activation_width(config) * max(local_unit(config, plan) for plan in plans)
     at_loss = min(gathered, largest) if frees else gathered
-    newest = activation_width(config) if activation_width(config) < _reduced_width(config) else 0
     workspace, (_, loss) = workspace_bytes(config), logits_bytes(config)
     found = []
     for moment in moments_in_flight(config, rank, plans):
@@ -207,17 +210,32 @@ def _moments(
             continue
         held = sum(n * one for n, one in zip(moment.live, weights))
         held += sum(n * (wait - one) for n, wait, one in zip(moment.waiting, waits, weights))
-        unadded = sum(newest * n * size for n, size in zip(moment.unconverted, local))
         mine = moment.chunk
         freed = weights[mine] if moment.kind == "B" else weights[mine] - waits[mine]
-        after = unadded - newest * moment.unconverted[mine] * local[mine]
-        begins = {"activations": held, "newest gradients": unadded}
-        ends = {"activations": held - freed, "newest gradients": after}
+        begins = {"activations": held, "unsharded gradients": unsharded}
+        ends = {"activations": held - freed, "unsharded gradients": unsharded}
+        if microbatches_of(config) != (1, 1):
+            begins["unsharded gradients"] = _gradients(config, local, moment.unadded, moment.summed)
+            unadded = [n * (chunk != mine) for chunk, n in enumerate(moment.unadded)]
+            added = moment.kind == "B" or moment.unadded[mine]
+            summed = [n or (chunk == mine and added) for chunk, n in enumerate(moment.summed)]
+            ends["unsharded gradients"] = _gradients(config, local, unadded, summed)
         if plans[mine].has_lm_head:
             found.append(begins | {"gathered weights": at_loss, "workspace": loss})
         found.append(begins | {"gathered weights": at_start, "workspace": workspace})
         found.append(ends | {"gathered weights": gathered, "workspace": workspace})
     return found
+
+
+def _gradients(
+    config: Config, local: Sequence[float], unadded: Sequence[int], summed: Sequence[int]
+) -> float:
+    """Bytes of unsharded gradients: the sums of some of a rank's stages, the newest ones of some beside them."""
+    width, newest = _reduced_width(config), activation_width(config)
+    size = sum(width * one for one, there in zip(local, summed) if there)
+    return size + sum(
+        newest * one for one, there, n in zip(local, summed, unadded) if n and (newest < width or not there)
+    )
 
 
 def moments_in_flight(config: Config, rank: int, plans: list[StagePlan]) -> tuple[Moment, ...]:

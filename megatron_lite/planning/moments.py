@@ -15,18 +15,20 @@ class Moment(NamedTuple):
         kind: F, B (a whole backward) or I (the gradient of the input only).
         live: microbatches whose forward has run and whose backward is not done, the action's own among them.
         waiting: of these, the ones whose input gradient is done and whose weight gradient is not.
-        unconverted: 1 where a weight gradient lies beside the sum of those before it, until the chunk's next backward.
+        unadded: 1 where the newest weight gradient waits to be added to the sum, until the chunk's next backward.
+        summed: 1 where there is a sum of gradients.
     """
 
     kind: str
     chunk: int
     live: Counts
     waiting: Counts
-    unconverted: Counts
+    unadded: Counts
+    summed: Counts
 
 
 def moments_of(name: str, size: int, microbatches: int, chunks: int, rank: int) -> tuple[Moment, ...]:
-    """The moments of a rank's pass; of moments that differ in `live` alone no one holds less of everything."""
+    """The moments of a rank's pass; of those that differ in `live` alone none holds less of everything than another."""
     return _moments(name, size, _enough(name, size, microbatches), chunks, rank)
 
 
@@ -39,7 +41,7 @@ def _enough(name: str, size: int, microbatches: int) -> int:
 def _moments(name: str, size: int, microbatches: int, chunks: int, rank: int) -> tuple[Moment, ...]:
     actions: list[Action] = _schedule(name, size, microbatches, chunks)[rank]
     stages = sorted({action.stage for action in actions})
-    live, waiting, unconverted = ([0] * len(stages) for _ in range(3))
+    live, waiting, unadded, summed = ([0] * len(stages) for _ in range(4))
     seen: dict[tuple, set[Counts]] = {}
     for action in actions:
         chunk, kind = stages.index(action.stage), _work_of(action)
@@ -47,15 +49,15 @@ def _moments(name: str, size: int, microbatches: int, chunks: int, rank: int) ->
             continue
         live[chunk] += kind == "F"
         if kind != "W":
-            key = (kind, chunk, tuple(waiting), tuple(unconverted))
+            key = (kind, chunk, tuple(waiting), tuple(unadded), tuple(summed))
             seen.setdefault(key, set()).add(tuple(live))
         if kind == "I":
             waiting[chunk] += 1
-        if kind in "BI":
-            unconverted[chunk] = 0
+        if kind == "B" or (kind == "I" and unadded[chunk]):
+            unadded[chunk], summed[chunk] = 0, 1
         if kind == "W":
             waiting[chunk] -= 1
-            unconverted[chunk] = 1
+            unadded[chunk] = 1
         live[chunk] -= kind in "BW"
     return tuple(
         Moment(kind, chunk, one, *rest)
