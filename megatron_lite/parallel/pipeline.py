@@ -115,6 +115,7 @@ class Pipeline:
         self.clock = ActionClock(mesh.device, mesh.group("pp"))
         self.tied = TiedWeights(chunks, mesh, plans[0].rank, plans[-1].rank)
         self._train_schedule: tuple[int, Any] | None = None
+        self._eval_schedule: tuple[int, Any] | None = None
 
     def train_step(self, batch: Batch, num_microbatches: int, loss_factor: float) -> torch.Tensor:
         """Forward and backward over a batch; gradients are added to the parameters' .grad.
@@ -143,16 +144,15 @@ class Pipeline:
     def eval_step(self, batch: Batch, num_microbatches: int) -> torch.Tensor:
         """The sum of token losses of this rank's batch, scalar fp32, without gradients; zero where not mine."""
         self.loss_scale.factor = 1.0
-        schedule = self._build_schedule(num_microbatches)
-        if isinstance(schedule, PipelineScheduleMulti):
-            keep_forwards(schedule)
-        self._run(schedule.eval, batch)
+        self._run(self._forward_schedule(num_microbatches).eval, batch)
         return self.loss_scale.take_sum(self.mesh.device)
 
     def set_training(self, training: bool) -> None:
-        """Dropout on or off in every chunk."""
+        """Dropout on or off in every chunk; with training on, what evaluation held is let go."""
         for chunk in self.chunks:
             chunk.train(training)
+        if training:
+            self._eval_schedule = None
 
     def _run(self, step: Callable[..., Any], batch: Batch) -> None:
         """The call that torch 2.11 to 2.13 share: the whole batch, which the schedule cuts along dim 0."""
@@ -168,6 +168,16 @@ class Pipeline:
             self._train_schedule = None
             self._train_schedule = (num_microbatches, self._build_schedule(num_microbatches))
         return self._train_schedule[1]
+
+    def _forward_schedule(self, num_microbatches: int) -> Any:
+        """The same for evaluation, kept as long as the evaluation goes on."""
+        if self._eval_schedule is None or self._eval_schedule[0] != num_microbatches:
+            self._eval_schedule = None
+            schedule = self._build_schedule(num_microbatches)
+            if isinstance(schedule, PipelineScheduleMulti):
+                keep_forwards(schedule)
+            self._eval_schedule = (num_microbatches, schedule)
+        return self._eval_schedule[1]
 
     def _build_schedule(self, num_microbatches: int) -> Any:
         asked, size = self.config.parallel.pipeline_schedule, self.mesh.size("pp")
