@@ -22,7 +22,7 @@ def initial_rows(
     Args:
         name: global parameter name.
         shape: its full shape.
-        rows: int64 [R], the rows wanted, ascending.
+        rows: int64 [R], the rows wanted, ascending, none twice.
 
     Returns:
         fp32 [R, *shape[1:]] on the CPU: normal(0, std), output projections std / sqrt(2 L), norms 1
@@ -37,7 +37,7 @@ def initial_rows(
     std = config.init_method_std
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2.0 * config.num_layers)
-    return std * _normal_rows(name, shape, rows, seed)
+    return _normal_rows(name, shape, rows, seed).mul_(std)
 
 
 def _normal_rows(name: str, shape: tuple[int, ...], rows: torch.Tensor, seed: int) -> torch.Tensor:
@@ -50,7 +50,10 @@ def _normal_rows(name: str, shape: tuple[int, ...], rows: torch.Tensor, seed: in
         size = min(block_rows, shape[0] - first)
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = torch.empty(size, *shape[1:]).normal_(generator=generator)
-        here = (rows >= first) & (rows < first + size)
-        out[here] = values[rows[here] - first]
+        start, stop = torch.searchsorted(rows, torch.tensor([first, first + size])).tolist()
+        if stop - start == size:  # the whole block, in place
+            out[start:stop].normal_(generator=generator)
+        else:
+            values = torch.empty(size, *shape[1:]).normal_(generator=generator)
+            out[start:stop] = values[rows[start:stop] - first]
     return out
