@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from megatron_lite.data.command_line import Parser, number, run
-from tools.benchmarks import step
+from megatron_lite.data.command_line import Parser, number, run, write_aside
+from tools.benchmarks import gpu, step
 from tools.benchmarks.comparison import Options, Table, render
 
 # Name -> suite; the first line of its docstring is what --list shows.
 SUITES: dict[str, Callable[[Options], list[Table]]] = {
     "step": step.run,
+    "gpu": gpu.run,
 }
 
 
@@ -48,12 +49,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=number(1), default=Options.repeats, help="turns of each contestant")
     parser.add_argument("--quick", action="store_true", help="smallest sizes; the figures mean nothing")
     parser.add_argument("--peers", action="store_true", help="also other code bases that are installed")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for traces and results.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     own = parser.parse_args(argv)
     if own.list:
         print("\n".join(f"{name:12} {suite.__doc__.splitlines()[0]}" for name, suite in SUITES.items()))
         return
-    options = Options(1 if own.quick else own.repeats, own.quick, own.peers)
+    if own.output is not None:
+        own.output.mkdir(parents=True, exist_ok=True)
+    options = Options(1 if own.quick else own.repeats, own.quick, own.peers, own.output)
     results: dict[str, list[Table]] = {}
     if not own.json:
         print(machine(), flush=True)
@@ -61,9 +65,12 @@ def main(argv: Sequence[str]) -> None:
         results[name] = SUITES[name](options)
         if not own.json:
             print("\n" + "\n\n".join(render(table) for table in results[name]), flush=True)
+    suites = {name: [_as_json(table) for table in tables] for name, tables in results.items()}
+    content = json.dumps({"machine": machine(), "suites": suites}, indent=1)
     if own.json:
-        suites = {name: [_as_json(table) for table in tables] for name, tables in results.items()}
-        print(json.dumps({"machine": machine(), "suites": suites}, indent=1))
+        print(content)
+    if own.output is not None:
+        write_aside(own.output / "results.json", content + "\n")
 
 
 def _as_json(table: Table) -> dict:

@@ -57,7 +57,8 @@ class LoggingConfig:
     profile_step_end: int = flag(12, "step after the last traced one", minimum=0)
     profile_ranks: Numbers = flag((0,), "ranks that trace", nargs="+", minimum=0)
     timeline: str | None = flag(
-        None, "ours: write when each pipeline action of a few steps ran, for tools/show_schedule.py --from-trace"
+        None,
+        "ours: write when each pipeline action of a few steps ran, for tools/show_schedule.py --from-trace",
     )
     timeline_step_start: int = flag(10, "ours: first recorded step after the run's start", minimum=0)
     timeline_step_end: int = flag(15, "ours: step after the last recorded one", minimum=1)

@@ -45,7 +45,9 @@ class TrainingConfig:
         None, "steps between comparisons of replicated weights", minimum=1
     )
     empty_unused_memory_level: int = flag(0, "1: empty the CUDA cache each step, 2: more often", maximum=2)
-    test_mode: bool = flag(False, "check all along the run: replicas after each step, files by hash; a failed save ends it")
+    test_mode: bool = flag(
+        False, "check all along: replicas each step, files by hash; a failed save ends the run"
+    )
 
 
 @dataclass(frozen=True)

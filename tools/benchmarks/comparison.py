@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_lite.data.command_line import RunError
 
@@ -13,12 +14,14 @@ class Options:
     """What every suite is handed.
 
     repeats: turns that each contestant gets. quick: the smallest form that still runs everything, for a test; its
-    figures mean nothing. peers: also run other code bases that happen to be installed.
+    figures mean nothing. peers: also run other code bases that happen to be installed. output: an existing folder
+    for what a suite leaves besides its tables (a trace).
     """
 
     repeats: int = 7
     quick: bool = False
     peers: bool = False
+    output: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,8 @@ def render(table: Table) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in table.rows:
-        bounds = [f">= {row.at_least:.3g}"] if row.at_least is not None else []
-        bounds += [f"<= {row.at_most:.3g}"] if row.at_most is not None else []
+        bounds = [f">= {row.at_least:.5g}"] if row.at_least is not None else []
+        bounds += [f"<= {row.at_most:.5g}"] if row.at_most is not None else []
         lines.append(
             f"| {row.name} | {row.baseline} | {row.value:.3f} | {row.low:.3f} to {row.high:.3f} "
             f"| {' and '.join(bounds)} | {row.verdict} | {row.note} |"

@@ -44,13 +44,16 @@ def build_model(config: Config, mesh: ParallelMesh) -> tuple[list[nn.Module], Pi
     return chunks, Pipeline(config, plans, chunks, mesh)
 
 
-def build_trainer(config: Config, batches: Sequence[Batch]) -> Trainer:
+def build_trainer(
+    config: Config,
+    batches: Sequence[Batch],
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+) -> Trainer:
     """A Trainer whose `step()` is the program's whole step, but for reading data.
 
-    batches: tokens and labels [M*B, S] of this data-parallel rank. What a step does not touch (evaluation,
-    checkpoints, the log) is left out.
+    batches: tokens and labels [M*B, S] of this data-parallel rank, on the device. What a step does not touch
+    (evaluation, checkpoints, the log) is left out.
     """
-    device = torch.device("cpu")
     mesh = build_mesh(config, device)
     chunks, pipeline = build_model(config, mesh)
     left_out: Any = None

@@ -1,0 +1,45 @@
+"""The suite for a GPU starts, measures and compares; here in its smallest form, on the CPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_lite.data.command_line import RunError
+from tests.runs import ROOT
+from tools.benchmarks import gpu
+from tools.benchmarks.gpu import Measured, speeds
+
+
+def test_it_starts(tmp_path):
+    command = [sys.executable, "tools/benchmark.py", "--suite", "gpu", "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr
+    suites = json.loads((tmp_path / "results.json").read_text())["suites"]
+    right, attention, steps, profile = suites["gpu"]
+    assert [row["verdict"] for row in right["rows"]] == ["ok"] * 5
+    assert all(row["value"] > 0 for row in attention["rows"] + steps["rows"])
+    assert len(steps["rows"]) == len(gpu.QUICK_ORDER) - 1
+    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
+    assert any("aten::mm" in fact for fact in profile["facts"])
+
+
+def test_attention_that_differs_is_no_figure(monkeypatch):
+    monkeypatch.setattr(gpu.Documents, "first", lambda self, count: gpu.Documents(0 * self.ids, None))
+    with pytest.raises(RunError, match="not the same work: documents, one by one differs"):
+        gpu.attention(gpu.torch.device("cpu"), quick=True, repeats=1)
+
+
+def test_variants_are_held_against_bf16():
+    measured = {
+        ("1B", "bf16"): Measured([2.0, 2.0, 4.0], 5.0, 100, 10.0, 2**31),
+        ("1B", "compile"): Measured([1.0, 1.0, 1.0], 5.0, 100, 20.0, 2**30),
+        ("3B", "bf16"): "out of memory: as told",
+    }
+    table = speeds(measured, ["125M bf16"], gpu.torch.device("cpu"), quick=False)
+    (row,) = table.rows
+    assert (row.name, row.value, row.low, row.high) == ("1B, compile", 2.0, 2.0, 3.0)
+    assert "1B, bf16: 50 tokens/s, 10 TFLOP/s, MFU not available, 2.0 GiB." in table.facts
+    assert "3B, bf16: out of memory: as told." in table.facts
+    assert "Left out for want of time: 125M bf16." in table.facts
