@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import flex_attention
 
 from megatron_lite.config import ModelConfig
+from megatron_lite.model.documents import Documents, window_of
 from megatron_lite.model.norm import build_norm
 from megatron_lite.model.rotary import Rotation
 
@@ -53,10 +55,10 @@ class SelfAttention(nn.Module):
         self,
         x: torch.Tensor,
         rotation: Rotation | None,
-        document_ids: torch.Tensor | None = None,
+        documents: Documents | None = None,
         cache: "KeyValueCache | None" = None,
     ) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]; document_ids [B, S] keeps attention inside equal ids.
+        """x [B, S, H] -> [B, S, H]; attention stays inside documents.
 
         With tensor parallelism the head counts here are this rank's own: they follow from the widths.
         """
@@ -70,7 +72,7 @@ class SelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, N|G, S, D]
         if cache is not None:
             k, v = cache.extend(k, v)
-        out = self.core(q, k, v, document_ids)  # [B, N, S, D]
+        out = self.core(q, k, v, documents)  # [B, N, S, D]
         return self.o_proj(out.transpose(1, 2).flatten(-2))  # [B, S, N*D] -> [B, S, H]
 
 
@@ -100,22 +102,24 @@ class DotProductAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
-        # Megatron's (left, right): right is 0 for a causal model, left -1 means no limit.
-        self.window = config.window_size[0] if config.window_size and config.window_size[0] >= 0 else None
+        self.window = window_of(config)
         self.backends = BACKENDS[config.attention_backend]
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None = None
     ) -> torch.Tensor:
         """q [B, N, Q, D], k and v [B, G, S, D] -> [B, N, Q, D]; the Q queries are the last Q of S positions."""
-        if document_ids is not None and q.shape[2] != k.shape[2]:
-            same = document_ids[:, -q.shape[2] :, None] == document_ids[:, None]  # [B, Q, S]
-            return self._causal(q, k, v, same[:, None])
-        if document_ids is not None and q.is_cuda and self.dropout == 0.0:
-            return self._flex(q, k, v, document_ids)
-        if document_ids is not None:
-            return self._by_document(q, k, v, document_ids)
-        return self._causal(q, k, v)
+        if documents is None:
+            return self._causal(q, k, v)
+        if documents.block_mask is not None:
+            grouped = q.shape[1] != k.shape[1]
+            flex = _compiled_flex_attention()
+            return flex(q, k, v, block_mask=documents.block_mask, enable_gqa=grouped)
+        if documents.lengths:
+            return self._by_document(q, k, v, documents)
+        ids = documents.ids
+        same = ids[:, -q.shape[2] :, None] == ids[:, None]  # [B, Q, S]
+        return self._causal(q, k, v, same[:, None])
 
     def _causal(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor | None = None
@@ -126,8 +130,11 @@ class DotProductAttention(nn.Module):
         """
         num_queries, num_keys = q.shape[2], k.shape[2]
         windowed = self.window is not None and self.window < num_keys - 1
+        behind = num_queries != num_keys and num_queries > 1
         mask = None
-        if windowed or allowed is not None or (num_queries != num_keys and num_queries > 1):
+        if behind and q.is_cuda and self.backends is None and not windowed and allowed is None:
+            mask = causal_lower_right(num_queries, num_keys)  # flash attention knows this one without a mask
+        elif windowed or allowed is not None or behind:
             mask = band_mask(num_queries, num_keys, self.window if windowed else None, q.device)
             mask = mask if allowed is None else mask & allowed
         if q.shape[1] != k.shape[1]:
@@ -142,31 +149,16 @@ class DotProductAttention(nn.Module):
         with sdpa_kernel(self.backends):
             return F.scaled_dot_product_attention(q, k, v, **arguments)
 
+    @torch.compiler.disable  # new lengths with every batch would mean a new graph with every batch
     def _by_document(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents
     ) -> torch.Tensor:
-        """Documents lie one after the other in a sample, so each is its own small causal attention: no mask."""
+        """Each document is its own small causal attention: no mask."""
         rows = []
-        for row, ids in enumerate(document_ids):
-            lengths = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
+        for row, lengths in enumerate(documents.lengths):
             parts = [t[row : row + 1].split(lengths, dim=2) for t in (q, k, v)]
             rows.append(torch.cat([self._causal(*part) for part in zip(*parts)], dim=2))
         return torch.cat(rows)
-
-    def _flex(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """FlexAttention with a block mask: blocks across documents are skipped, no S x S mask is held."""
-        window = self.window
-
-        def allowed(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-            inside = (i >= j) & (document_ids[b, i] == document_ids[b, j])
-            return inside if window is None else inside & (i - j <= window)
-
-        batch, seq_length = document_ids.shape
-        mask = create_block_mask(allowed, batch, None, seq_length, seq_length, device=q.device)
-        grouped = q.shape[1] != k.shape[1]
-        return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 @functools.cache

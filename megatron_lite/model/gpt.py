@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.model.attention import KeyValueCache, SelfAttention
+from megatron_lite.model.documents import Documents
 from megatron_lite.model.initialization import initial_rows
 from megatron_lite.model.loss import LOSS_CHUNK_TOKENS, chunked_loss_sum, token_loss_sum
 from megatron_lite.model.mlp import MLP
@@ -66,11 +67,11 @@ class TransformerLayer(nn.Module):
         self,
         x: torch.Tensor,
         rotation: Rotation | None,
-        document_ids: torch.Tensor | None = None,
+        documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        attended = self.attention(self.input_norm(x), rotation, document_ids, cache)
+        attended = self.attention(self.input_norm(x), rotation, documents, cache)
         x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.pre_mlp_norm(x)), self.dropout, self.training)
 
@@ -159,7 +160,8 @@ class GPTChunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, position_ids, past)
         rotation = self._rotation(x, position_ids, past)
-        x = self.run_layers(x, rotation, document_ids, caches)
+        documents = None if document_ids is None else Documents(document_ids, self.config)
+        x = self.run_layers(x, rotation, documents, caches)
         if self.lm_head is None:
             return x
         return self.lm_head(self.final_norm(x), labels)
@@ -168,12 +170,12 @@ class GPTChunk(nn.Module):
         self,
         x: torch.Tensor,
         rotation: Rotation | None,
-        document_ids: torch.Tensor | None,
+        documents: Documents | None,
         caches: dict[str, KeyValueCache] | None,
     ) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]. Looked up on the object, so that recomputation can put groups of layers in."""
         for number, layer in self.layers.items():
-            x = layer(x, rotation, document_ids, caches[number] if caches else None)
+            x = layer(x, rotation, documents, caches[number] if caches else None)
         return x
 
     def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor | None, past: int) -> Rotation | None:

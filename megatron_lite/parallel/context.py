@@ -55,7 +55,7 @@ class ContextAttention(nn.Module):
     """Causal attention of my query chunks over the keys and values of all ranks.
 
     Args:
-        core: (q [B, N, Q, D], k and v [B, G, K, D], document_ids [B, K] | None) -> [B, N, Q, D], causal, where
+        core: (q [B, N, Q, D], k and v [B, G, K, D], documents of K positions | None) -> [B, N, Q, D], causal, where
             the Q queries are the last Q of the K positions.
     """
 
@@ -65,16 +65,16 @@ class ContextAttention(nn.Module):
         self.group = group
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None
     ) -> torch.Tensor:
-        """q [B, N, S/cp, D], k and v [B, G, S/cp, D], document_ids [B, S] -> [B, N, S/cp, D]."""
+        """q [B, N, S/cp, D], k and v [B, G, S/cp, D], documents of all S positions -> [B, N, S/cp, D]."""
         size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group)  # [B, G, S, D] each
         parts = []
         for part, chunk in zip(q.chunk(2, dim=2), (rank, 2 * size - 1 - rank)):
             end = (chunk + 1) * part.shape[2]
-            ids = document_ids[:, :end] if document_ids is not None else None
-            parts.append(self.core(part, keys[:, :, :end], values[:, :, :end], ids))
+            seen = None if documents is None else documents.first(end)
+            parts.append(self.core(part, keys[:, :, :end], values[:, :, :end], seen))
         return torch.cat(parts, dim=2)
 
 

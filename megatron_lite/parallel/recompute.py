@@ -31,7 +31,7 @@ def apply_recompute(chunk: nn.Module, parallel: ParallelConfig) -> None:
     gathered once more.
 
     Args:
-        chunk: has `.layers`, and `.run_layers(x, rotation, document_ids, caches)`.
+        chunk: has `.layers`, and `.run_layers(x, rotation, documents, caches)`.
     """
     layers = list(chunk.layers.values())
     count = parallel.recompute_num_layers or 1
@@ -55,14 +55,14 @@ def recompute_forward(module: nn.Module) -> None:
 
 
 def _run_units(
-    layers: list[nn.Module], count: int, x: torch.Tensor, rotation: Any, document_ids: Any, caches: Any
+    layers: list[nn.Module], count: int, x: torch.Tensor, rotation: Any, documents: Any, caches: Any
 ) -> torch.Tensor:
     """The layers in units of `count`, each unit one checkpoint."""
     assert caches is None, "a cache belongs to generation, which has no backward to recompute for"
 
     def run(unit: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
         for layer in unit:
-            x = layer(x, rotation, document_ids, None)
+            x = layer(x, rotation, documents, None)
         return x
 
     for start in range(0, len(layers), count):
