@@ -26,6 +26,7 @@ from megatron_lite.parallel.partition import describe, plan_from_config
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 240, 64, 28, 12, 12
 MOST_POINTS = 600
+MOST_SOURCES = 30
 # Tells lines apart for most colour-blind readers (Okabe and Ito 2008), on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
@@ -195,7 +196,18 @@ def summary(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     rows.append(("skipped, not finite", f"{last['skipped-iterations']}, {last['nan-iterations']}"))
     mfu = [record["mfu"] for record in steps if record.get("mfu") is not None]
     rows.append(("MFU", f"{100 * sorted(mfu)[len(mfu) // 2]:.1f}% (median)" if mfu else "not available"))
-    return rows
+    return rows + _sources(records)
+
+
+def _sources(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Tokens read of each source, as last counted: those most read first."""
+    counted: dict[str, int] = {}
+    for record in records:
+        prefix = "consumed-tokens/"
+        counted |= {key.removeprefix(prefix): n for key, n in record.items() if key.startswith(prefix)}
+    total = max(1, sum(counted.values()))
+    ranked = sorted(counted.items(), key=lambda item: -item[1])
+    return [(f"read of {name}", f"{n:,} tokens, {n / total:.1%}") for name, n in ranked[:MOST_SOURCES]]
 
 
 def _shown(value: float | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config import ConfigError
-from tools.report import MOST_POINTS, page, read_metrics, thinned, ticks
+from tools.report import MOST_POINTS, page, read_metrics, summary, thinned, ticks
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +48,12 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_garbage_is_an_error(tmp_path):
     path.write_text("")
     with pytest.raises(ConfigError, match="holds no training step"):
         read_metrics(path)
+
+
+def test_sources_are_told_with_their_share():
+    records = [record(1), record(2), {"iteration": 2, "consumed-tokens/a": 96, "consumed-tokens/<b>": 32}]
+    assert summary(records)[-2:] == [("read of a", "96 tokens, 75.0%"), ("read of <b>", "32 tokens, 25.0%")]
+    assert "read of &lt;b&gt;" in page({"run": records}, None)
 
 
 class Checked(HTMLParser):
