@@ -1,0 +1,90 @@
+"""Suites on ranks: every one in its smallest form, figures and equal losses; what fails or hangs there ends the run."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron_lite.data.command_line import RunError
+from megatron_lite.parallel.clock import Span
+from tools.benchmarks import fsdp, memory, pipeline, schedules
+from tools.benchmarks.baseline_model import QUICK, random_batches
+from tools.benchmarks.comparison import Options, refuse_unlike
+from tools.benchmarks.ranks import run_ranks
+
+SMALLEST = Options(repeats=1, quick=True)
+
+
+def _fail_or_hang(fails):
+    if dist.get_rank() == 1:
+        if fails:
+            raise ValueError("no such thing")
+        time.sleep(60)
+    dist.barrier()  # the peer waits
+
+
+def test_a_rank_that_fails_is_the_error():
+    with pytest.raises(RunError, match="rank 1 raised:(.|\n)*ValueError: no such thing"):
+        run_ranks(_fail_or_hang, 2, True)
+
+
+def test_ranks_that_hang_end_by_the_time_limit():
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"ranks \[0, 1\] did not finish within the time limit"):
+        run_ranks(_fail_or_hang, 2, False, timeout=6)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("suite", [fsdp, pipeline])
+def test_steps_of_both_sides_do_the_same_work(suite):
+    (table,) = suite.run(SMALLEST)  # it refuses losses that differ
+    assert len(table.rows) == 3
+    assert all(row.value > 0 for row in table.rows)
+    assert [row.at_least for row in table.rows if row.name.startswith("ours")] == [0.95, 0.95]
+
+
+def _losses(*flags):
+    batches = random_batches(QUICK, QUICK.micro_batch, 2)
+    steps = {
+        "script": fsdp.torch_step(QUICK, batches, fsdp.sharded),
+        "ours": fsdp.our_step(QUICK, batches, *flags),
+    }
+    return [{name: step() for name, step in steps.items()} for _ in range(6)][-1]
+
+
+def test_unlike_work_is_refused():
+    refuse_unlike("loss", run_ranks(_losses, 1)[0])
+    with pytest.raises(RunError, match="not the same work: loss of ours"):
+        refuse_unlike("loss", run_ranks(_losses, 1, "--lr 2e-3")[0])
+
+
+def test_memory_counts_and_ours_holds_no_more():
+    one, two, stages = memory.run(SMALLEST)
+    verdicts = {row.name: row.verdict for table in (one, two, stages) for row in table.rows}
+    assert "MISSED" not in verdicts.values()
+    assert sum(verdict == "ok" for verdict in verdicts.values()) == 5
+    ratios = {row.name: row.value for row in one.rows}
+    assert ratios["ours, recompute core_attn, layernorm, mlp"] < 0.7
+    assert ratios["ours, loss in chunks"] < 0.97  # the logits of 1,024 tokens, not of 2,048
+
+
+def test_every_schedule_is_run_and_predicted():
+    tables = schedules.run(SMALLEST)
+    assert len(tables) == 2
+    for table in tables:
+        assert [row.name for row in table.rows] == list(schedules.SCHEDULES)
+        assert all(
+            0 < row.value < 1.1 for row in table.rows
+        )  # a real step cannot be faster than its actions allow
+
+
+def test_idle_share_of_known_spans():
+    """Two ranks, two stages, one microbatch: F 1 s and 2 s, B 2 s and 4 s, one after the other: 9 s, half idle."""
+    ranks = [
+        [[Span("F", 0, 0, 0.0, 1.0), Span("B", 0, 0, 7.0, 9.0), Span("R", 0, -1, 9.0, 12.0)]],
+        [[Span("F", 1, 0, 1.0, 3.0), Span("B", 1, 0, 3.0, 7.0)]],
+    ]
+    found = schedules.summarise(ranks)
+    assert found.seconds == [9.0]
+    assert found.idle == [0.5]
+    assert schedules.predict("gpipe", 2, 1, 1, found.times).seconds == pytest.approx(9.0)
