@@ -94,6 +94,8 @@ def draw(panels: Sequence[Panel], pipeline_size: int, unit: str, scale: float = 
 def _draw_panel(scene: Scene, panel: Panel, pipeline_size: int, pixels: float) -> None:
     timeline, top = panel.timeline, scene.height
     right = scene.width - EDGE
+    # Numbers of one length decide for all: none for the long ones only would look as if they meant something.
+    digits = len(str(max(event.action.microbatch for rank in timeline.events for event in rank)))
     scene.text(EDGE, top + 20, panel.title, size=14)
     scene.text(LEFT, top + TITLE - 6, panel.note, "quiet")
     scene.text(right - 62, top + TITLE - 5, "idle", "quiet", "end", 11)
@@ -110,7 +112,7 @@ def _draw_panel(scene: Scene, panel: Panel, pipeline_size: int, pixels: float) -
             colour = shade(event.action.kind, event.action.stage // pipeline_size)
             scene.box(colour, x, y, width - min(0.8, 0.15 * width), CELL)  # a gap tells neighbours apart
             number = str(event.action.microbatch)
-            size = next((s for s in (11, 9, 8) if width >= 0.62 * s * len(number) + 2.4), None)
+            size = next((s for s in (11, 9, 8) if width >= 0.62 * s * digits + 2.4), None)
             if size and event.action.microbatch >= 0:
                 scene.text(x + width / 2, y + 14, number, ink_on(colour), "middle", size)
     scene.height = top + TITLE + len(timeline.events) * ROW
