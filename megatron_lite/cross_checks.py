@@ -181,6 +181,13 @@ def _check_recompute(config: Config) -> None:
     count, layers = parallel.recompute_num_layers, config.model.num_layers
     if granularity == "full" and count > layers:
         raise ConfigError(f"--recompute-num-layers {count} is more than --num-layers {layers}")
+    # torch recomputes for each call of backward; a split one has a call for each weight and keeps what each made.
+    if granularity == "full" and parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+        raise ConfigError(
+            f"--recompute-granularity full with --pipeline-schedule {parallel.pipeline_schedule}, which runs the "
+            "backward in two parts, would hold more than no recomputation does: choose selective, or 1f1b or "
+            "interleaved-1f1b"
+        )
 
 
 def _check_precision(config: Config) -> None:

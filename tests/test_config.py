@@ -234,6 +234,11 @@ CONTRADICTIONS = [
         4,
         ["--compile", "--pipeline-schedule zbv", "1f1b"],
     ),
+    (
+        "--recompute-granularity full --recompute-method uniform --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule zbv --global-batch-size 16",
+        ["--recompute-granularity full", "--pipeline-schedule zbv", "selective"],
+    ),
     ("--log-progress", 1, ["--log-progress", "--save"]),
     (
         "--profile --profile-step-start 9 --profile-step-end 9",

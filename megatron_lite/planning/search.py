@@ -216,8 +216,13 @@ def _schedules(config: Config, fixed: dict, pipeline: int) -> list[tuple[str, in
         for name, number in pairs
         if (name == asked if asked else name != "gpipe")
         and (number == chunks if chunks else number in CHUNKS)
-        and not (config.parallel.compile and name in SPLIT_BACKWARD_SCHEDULES)
+        and not (name in SPLIT_BACKWARD_SCHEDULES and _whole_backward(config, fixed))
     ]
+
+
+def _whole_backward(config: Config, fixed: dict) -> bool:
+    """Whether something is asked for that a split backward cannot do."""
+    return config.parallel.compile or fixed.get("recompute_granularity") == "full"
 
 
 def _replicas(cluster: Cluster, cut: tuple[int, int, int], data: int) -> list[int]:
@@ -239,21 +244,31 @@ def fitting(
             found.tried += 1
             layout = replace(structure, reshard_after_forward=policy, fsdp_cpu_offload=offload)
             fit = _first_fit(config, cluster, fixed, layout)
-            if isinstance(fit, float):
-                found.miss(fit, replace(layout, recompute_granularity="full"))
-            else:
+            if isinstance(fit, tuple):
                 found.fitting += 1
                 yield fit
+            else:
+                found.miss(fit.missing, fit.layout)
+
+
+@dataclass(frozen=True)
+class _Miss:
+    """The layout of a structure that needs least, and the bytes that it needs more than there are."""
+
+    missing: float
+    layout: Layout
 
 
 def _first_fit(
     config: Config, cluster: Cluster, fixed: dict, layout: Layout
-) -> tuple[Layout, Config] | float:
-    """The layout with the least recomputation that fits, else the least number of bytes that are missing."""
-    missing = float("inf")
+) -> tuple[Layout, Config] | _Miss:
+    """The layout with the least recomputation that fits, else the one that comes nearest."""
+    nearest = _Miss(float("inf"), layout)
     pipeline = layout.pipeline_model_parallel_size
     limits = [None, 4 * pipeline] if pipeline > 1 else [None]
-    for recompute in _choices(fixed, "recompute_granularity", RECOMPUTE):
+    # Where the backward is split, whole blocks made again would hold more than is saved: the parser refuses it.
+    kinds = RECOMPUTE[:2] if layout.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES else RECOMPUTE
+    for recompute in _choices(fixed, "recompute_granularity", kinds):
         for limit in limits:
             one = replace(layout, recompute_granularity=recompute, max_microbatches_per_step=limit)
             applied = one.applied_to(config, cluster.num_gpus)
@@ -267,8 +282,9 @@ def _first_fit(
             over = max(m.total for m in rank_memory(applied, ranks)) - cluster.memory_limit
             if over <= 0:
                 return one, applied
-            missing = min(missing, over)
-    return missing
+            if over < nearest.missing:
+                nearest = _Miss(over, one)
+    return nearest
 
 
 def _runs(name: str, pipeline: int, chunks: int, count: int) -> bool:
