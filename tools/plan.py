@@ -1,9 +1,11 @@
 """Which layout fits so many GPUs and runs fastest: memory, step time and MFU, predicted from the flags alone.
 
     python tools/plan.py --num-gpus 64 --gpus-per-node 8 --gpu h100 <the model and training flags of pretrain_gpt.py>
+    python tools/plan.py --num-gpus 64 --gpu h100 --model DIR --global-batch-size 512 --seq-length 4096
 
-Layout flags that are given are held, the others are chosen. Everything printed is an estimate: docs/planning.md says
-how it is made and how far it is from published runs.
+DIR is a Hugging Face model's folder or its config.json; model flags beside it win. Layout flags that are given are
+held, the others are chosen. Everything printed is an estimate: docs/planning.md says how it is made and how far it is
+from published runs.
 """
 
 import argparse
@@ -21,6 +23,8 @@ from megatron_lite.arguments import parse_arguments
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.command_line import Parser, number, run
 from megatron_lite.environment import Environment
+from megatron_lite.hugging_face.fields import read_json
+from megatron_lite.hugging_face.model_flags import command_line_of, read_model_config
 from megatron_lite.model.vocabulary import with_vocabulary
 from megatron_lite.parallel.schedule import SCHEDULES
 from megatron_lite.planning.devices import DEVICES, GIB, Cluster, Device, custom_device
@@ -33,6 +37,8 @@ TEXTS = {
     "recompute_granularity": RECOMPUTE,
     "reshard_after_forward": ("always", "never", "keep-last"),
 }
+# What a run needs and a plan does not: (flags, one of which is needed), a value that the parser takes.
+NOT_PLANNED = ((("--train-iters", "--train-samples"), "1"), (("--lr",), "1e-4"))
 ASSUMED = (
     "an estimate: matrix products reach {efficiency:.0%} of the {peak:,.0f} TFLOP/s peak, links {link:.0%} of "
     "{nvlink:,.0f} (NVLink) and {network:,.0f} GB/s (network) a GPU and direction; {limit:,.1f} GiB of {memory:,.1f} "
@@ -56,6 +62,7 @@ def build_parser() -> Parser:
     parser.add_argument("--gpu", choices=(*DEVICES, "custom"), required=True, help="the kind of GPU")
     for name in CUSTOM:
         parser.add_argument("--" + name.replace("_", "-"), type=positive, help="of a --gpu custom")
+    parser.add_argument("--model", type=Path, help="a Hugging Face model's folder, or its config.json")
     parser.add_argument(
         "--efficiency",
         type=number(0.01, float, 1.0),
@@ -95,14 +102,44 @@ def device_of(own: argparse.Namespace) -> Device:
     return replace(device, efficiency=own.efficiency) if own.efficiency else device
 
 
+def model_flags(path: Path | None) -> list[str]:
+    """The model flags of a Hugging Face model; none without one.
+
+    Raises:
+        ConfigError: there is no config.json, or it is of a model that cannot be trained here.
+    """
+    if path is None:
+        return []
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise ConfigError(f"--model {path}: wanted a Hugging Face model's folder, or its config.json")
+    return command_line_of(read_model_config(read_json(file), str(file))[0])
+
+
+def parse_checked(words: Sequence[str]) -> Config:
+    """The config that `pretrain_gpt.py --check` accepts, by a placeholder for what planning need not know.
+
+    Raises:
+        ConfigError: what it would say.
+    """
+    placeholders = [f"{flags[0]}={value}" for flags, value in unknown(words)]
+    return parse_arguments(["--check", *words, *placeholders], Environment())
+
+
+def unknown(words: Sequence[str]) -> list[tuple[tuple[str, ...], str]]:
+    """Of NOT_PLANNED, what the command line does not give."""
+    given = {word.split("=")[0] for word in words}
+    return [(flags, value) for flags, value in NOT_PLANNED if not given & set(flags)]
+
+
 def read_model(flags: Sequence[str]) -> Config:
     """The complete config of the flags in one process, with its vocabulary.
 
     Raises:
         ConfigError: what pretrain_gpt.py would say, or an unknown vocabulary.
     """
-    words = ["--check", "--world-size", "1", "--micro-batch-size", "1", *flags]
-    config = parse_arguments(words, Environment())
+    words = ["--world-size", "1", "--micro-batch-size", "1", *flags]
+    config = parse_checked(words)
     if config.checkpoint.use_checkpoint_args:
         raise ConfigError(
             "--use-checkpoint-args reads a checkpoint, which planning does not: give the model's flags"
@@ -126,7 +163,8 @@ def flags_of(plan: Plan, flags: Sequence[str]) -> list[str]:
 def refusal(layout: Layout, flags: Sequence[str], num_gpus: int) -> str | None:
     """What `pretrain_gpt.py --check` would say against a layout; None when it accepts it."""
     try:
-        parse_arguments(["--check", "--world-size", str(num_gpus), *flags, *layout.flags()], Environment())
+        words = ["--world-size", str(num_gpus), *flags, *layout.flags()]
+        parse_checked(words)
     except ConfigError as error:
         return str(error)
     return None
@@ -142,6 +180,12 @@ def describe(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows]
     lines += ["", *_summary(found, cluster), "", _assumptions(cluster)]
+    if unknown(flags):
+        missing = ", ".join(" or ".join(names) for names, _ in unknown(flags))
+        lines += [
+            "",
+            f"the commands still need {missing}; the data and the tokenizer where they are not given",
+        ]
     for place, plan in enumerate(found.plans, 1):
         lines += ["", f"# {place}: memory of pipeline rank {plan.worst.rank}, GiB: " + _parts(plan)]
         lines.append(command_of(plan, cluster, flags))
@@ -255,6 +299,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"--num-gpus {own.num_gpus} is not a multiple of --gpus-per-node {own.gpus_per_node}: plan for whole nodes"
         )
+    flags = [*model_flags(own.model), *flags]
     config = read_model(flags)
     found = search(config, cluster, fixed, own.top, lambda layout: refusal(layout, flags, own.num_gpus))
     if not found.plans:

@@ -1,5 +1,6 @@
 """config.json of a Hugging Face model -> ModelConfig. Imports no torch."""
 
+from dataclasses import fields
 from typing import Any
 
 from megatron_lite.config import ConfigError, ModelConfig
@@ -71,6 +72,18 @@ def read_model_config(
         padded_vocab_size=-(-vocabulary // vocabulary_multiple) * vocabulary_multiple,
     )
     return model, family, fields.log
+
+
+def command_line_of(model: ModelConfig) -> list[str]:
+    """The words of a command line that give these model flags: what differs from the defaults."""
+    words = []
+    for item in fields(ModelConfig):
+        value = getattr(model, item.name)
+        if value == item.default or item.name == "padded_vocab_size":  # it follows from vocab_size
+            continue
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{item.name.replace('_', '-')}", *([] if value is True else [shown])]
+    return words
 
 
 def _rotary(fields: ConfigFields) -> dict[str, Any]:

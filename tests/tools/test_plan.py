@@ -1,9 +1,11 @@
 """The planner as a program."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from megatron_lite.arguments import parse_arguments
 from megatron_lite.config import ConfigError
 from megatron_lite.environment import Environment
+from megatron_lite.hugging_face.model_flags import read_model_config
 from tests.planning.layouts import SMALL
 from tools.plan import main
 
@@ -30,6 +33,57 @@ def test_the_table_and_commands_that_check_accepts(capsys):
         flags = words[words.index("pretrain_gpt.py") + 1 :]
         config = parse_arguments(["--check", "--world-size", "16", *flags], Environment())
         assert config.parallel.pipeline_model_parallel_size == 2
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+    "hidden_act": "silu",
+}
+REST = ["--num-gpus", "8", "--gpu", "h100", "--global-batch-size", "32", "--seq-length", "4096"]
+
+
+def test_a_hugging_face_model(tmp_path, capsys):
+    """Nothing but config.json, the batch and the length: the commands carry the model's flags."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    main([*REST, "--top", "1", "--model", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "the commands still need --train-iters or --train-samples, --lr" in text
+    words = shlex.split(next(line for line in text.splitlines() if line.startswith("torchrun")))
+    flags = words[words.index("pretrain_gpt.py") + 1 :]
+    rest = ["--check", "--world-size", "8", "--train-iters", "1", "--lr", "1e-4"]
+    config = parse_arguments([*rest, *flags], Environment())
+    model, _, _ = read_model_config(LLAMA, "config.json")
+    assert replace(config.model, padded_vocab_size=32000) == model
+    main([*REST, "--top", "1", "--model", str(tmp_path / "config.json"), "--num-layers", "2"])
+    assert "--num-layers 2 " in capsys.readouterr().out  # a flag wins over the file
+
+
+def test_a_model_that_is_none(tmp_path):
+    cases = {"no.json": None, "list.json": [], "other.json": {"architectures": ["BertModel"]}}
+    for name, content in cases.items():
+        file = tmp_path / name
+        if content is not None:
+            file.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=re.escape(name)) as caught:
+            main([*REST, "--model", str(file)])
+        assert "wanted" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_json_without_torch():
