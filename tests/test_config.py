@@ -237,6 +237,7 @@ CONTRADICTIONS = [
     (
         "--recompute-granularity full --recompute-method uniform --pipeline-model-parallel-size 2 "
         "--pipeline-schedule zbv --global-batch-size 16",
+        4,
         ["--recompute-granularity full", "--pipeline-schedule zbv", "selective"],
     ),
     ("--log-progress", 1, ["--log-progress", "--save"]),
