@@ -291,8 +291,7 @@ class Checkpointer:
 
 
 def _fill(reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        reader.fill(name, piece_of(tensor))
+    reader.fill_all({name: piece_of(tensor) for name, tensor in tensors.items()})
 
 
 def _dtype(dtype: torch.dtype) -> str:

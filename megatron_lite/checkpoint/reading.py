@@ -1,7 +1,7 @@
 """Read a checkpoint tensor by tensor, in one process or as one rank's share. Nothing that is read can run code."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, TypeVar
 
 import torch
@@ -97,6 +97,19 @@ class CheckpointReader:
             inside, begin = overlap
             file = self._file(chunk.file)
             self._checked(read_box, piece.local[inside], file, chunk, stored.dtype, begin)
+
+    def fill_all(self, pieces: Mapping[str, Piece]) -> None:
+        """Fill many, in the order in which they lie in the files, so that the disk is read from front to back.
+
+        Raises:
+            ConfigError: as read.
+        """
+        for name in sorted(pieces, key=self._place):
+            self.fill(name, pieces[name])
+
+    def _place(self, name: str) -> tuple[str, int]:
+        chunks = self._stored(name).chunks
+        return (chunks[0].file, chunks[0].start) if chunks else ("", 0)
 
     def close(self) -> None:
         """Close the files."""

@@ -1,5 +1,6 @@
 """Reading one tensor at a time; files that are not what they say; pickles that would run code."""
 
+import math
 import os
 import pickle
 import shutil
@@ -10,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
+from megatron_lite.checkpoint import records
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.metadata import parse_metadata
 from megatron_lite.checkpoint.pieces import Piece
@@ -206,3 +208,28 @@ def test_verify_integrity_finds_one_flipped_bit_and_falls_back(tmp_path):
     for iteration, notes in run_ranks(_verified, 2, str(tmp_path), init=True):
         assert iteration == 5
         assert "iter_0000010 does not count: __0_0.distcp has sha256" in notes[0]
+
+
+def test_elements_are_found_without_the_table_of_contents(folder):
+    """Where the archive's first bytes say they are, and held against the table's answer."""
+    reader = CheckpointReader(folder)
+    for name, stored in reader.names().items():
+        for chunk in stored.chunks:
+            with Path(folder, chunk.file).open("rb", buffering=0) as file:
+                start, size = (
+                    records.likely_start(file, chunk),
+                    math.prod(chunk.sizes) * stored.dtype.itemsize,
+                )
+                assert start == records.elements_start(file, chunk, stored.dtype), name
+                assert records.follows(file, start + size, size)
+                assert not records.follows(file, start + size + 1, size)
+                assert not records.follows(file, start + size, size + 1)
+
+
+def test_a_wrong_guess_of_the_place_is_noticed(folder, monkeypatch):
+    whole = {name: CheckpointReader(folder).read(name) for name in CheckpointReader(folder).names()}
+    guess = records.likely_start
+    for wrong in (lambda *where: None, lambda *where: guess(*where) + 4, lambda *where: guess(*where) - 64):
+        monkeypatch.setattr(records, "likely_start", wrong)
+        for name, tensor in whole.items():
+            assert torch.equal(CheckpointReader(folder).read(name), tensor), name
