@@ -24,7 +24,6 @@ from tools.benchmarks.ranks import run_ranks
 MOST = 1.02
 MIB = 1 << 20
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
 BARE, BARE_RECOMPUTE = "bare loop", "bare loop, each block under checkpoint"
 DDP, FULLY_SHARD = "torch DDP", "torch fully_shard"
 ONE_F_ONE_B, TORCH_INTERLEAVED = "torch Schedule1F1B", "torch ScheduleInterleaved1F1B"
@@ -125,7 +124,7 @@ def stages(sizes: Sizes) -> Counted:
         TORCH_INTERLEAVED: lambda: pipeline.torch_step(sizes, batches, 4, chunks=2),
     } | {
         name: functools.partial(pipeline.our_step, sizes, batches, more)
-        for name, more in zip(STAGES, ("", INTERLEAVED))
+        for name, more in zip(STAGES, (pipeline.even_split(sizes, 1), pipeline.even_split(sizes, 2)))
     }
     return {name: peak_of_step(build) for name, build in contestants.items()}
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from megatron_lite.parallel.layout import write_layout
+from megatron_lite.parallel.partition import plan_from_config
 from megatron_lite.parallel.pipeline import Batch
 from tools.benchmarks.baseline_model import (
     CLIP,
@@ -27,6 +29,10 @@ from tools.benchmarks.ranks import run_ranks, timed
 BATCHES = 4
 MICROBATCHES_A_RANK = 2
 WANTED = 0.95
+TORCH, TORCH_INTERLEAVED = "torch Schedule1F1B", "torch ScheduleInterleaved1F1B"
+EVEN, EVEN_INTERLEAVED = "ours, 1f1b, same split", "ours, interleaved, same split"
+OURS, OURS_INTERLEAVED = "ours, 1f1b", "ours, interleaved"
+INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 def run(options: Options) -> list[Table]:
@@ -40,15 +46,24 @@ def _table(size: int, options: Options) -> Table:
     refuse_unlike("the last loss", losses)
     wanted = WANTED if size == 2 else None
     rows = [
-        speed("ours, 1f1b", seconds, "torch Schedule1F1B", at_least=wanted),
-        speed("ours, interleaved", seconds, "torch ScheduleInterleaved1F1B", at_least=wanted),
-        speed("torch ScheduleInterleaved1F1B", seconds, "torch Schedule1F1B"),
+        speed(EVEN, seconds, TORCH, at_least=wanted),
+        speed(OURS, seconds, TORCH, at_least=wanted, note=layers_of_stages(sizes, size)),
+        speed(EVEN_INTERLEAVED, seconds, TORCH_INTERLEAVED, at_least=wanted),
+        speed(
+            OURS_INTERLEAVED,
+            seconds,
+            TORCH_INTERLEAVED,
+            at_least=wanted,
+            note=layers_of_stages(sizes, size, INTERLEAVED),
+        ),
+        speed(TORCH_INTERLEAVED, seconds, TORCH),
     ]
     shortest = ", ".join(f"{name} {min(turns) * 1000:.0f} ms" for name, turns in seconds.items())
     facts = [
         f"{sizes.layers} layers of {sizes.hidden}, {size} ranks with one thread each, {MICROBATCHES_A_RANK * size} "
         f"microbatches of {sizes.micro_batch} samples of {sizes.seq_length} tokens, fp32, AdamW; interleaved with 2 "
-        "chunks a rank; the losses are equal.",
+        "chunks a rank; the losses are equal. The scripts cut the layers evenly; ours weighs the head when it cuts, "
+        "and is also run with the scripts' split.",
         f"Shortest step: {shortest}",
     ]
     return Table(f"Pipeline of {size} ranks", rows, facts)
@@ -59,10 +74,12 @@ def compete(sizes: Sizes, repeats: int) -> tuple[dict[str, list[float]], dict[st
     microbatches = MICROBATCHES_A_RANK * dist.get_world_size()
     batches = random_batches(sizes, microbatches * sizes.micro_batch, BATCHES)
     steps = {
-        "torch Schedule1F1B": torch_step(sizes, batches, microbatches, chunks=1),
-        "ours, 1f1b": our_step(sizes, batches),
-        "torch ScheduleInterleaved1F1B": torch_step(sizes, batches, microbatches, chunks=2),
-        "ours, interleaved": our_step(sizes, batches, "--num-virtual-stages-per-pipeline-rank 2"),
+        TORCH: torch_step(sizes, batches, microbatches, chunks=1),
+        EVEN: our_step(sizes, batches, even_split(sizes, chunks=1)),
+        OURS: our_step(sizes, batches),
+        TORCH_INTERLEAVED: torch_step(sizes, batches, microbatches, chunks=2),
+        EVEN_INTERLEAVED: our_step(sizes, batches, even_split(sizes, chunks=2)),
+        OURS_INTERLEAVED: our_step(sizes, batches, INTERLEAVED),
     }
     losses: dict[str, float] = {}
 
@@ -70,6 +87,19 @@ def compete(sizes: Sizes, repeats: int) -> tuple[dict[str, list[float]], dict[st
         losses[name] = steps[name]()
 
     return take_turns({name: timed(lambda name=name: turn(name)) for name in steps}, repeats), losses
+
+
+def even_split(sizes: Sizes, chunks: int) -> str:
+    """The flag for the scripts' split: as many layers in each stage."""
+    stages = dist.get_world_size() * chunks
+    return f"--pipeline-model-parallel-layout {write_layout([sizes.layers // stages] * stages)}"
+
+
+def layers_of_stages(sizes: Sizes, size: int, *flags: str) -> str:
+    """How our own split cuts the layers, for the table."""
+    layout = f"--pipeline-model-parallel-size {size} --global-batch-size {size * sizes.micro_batch}"
+    plans = plan_from_config(run_config(sizes, layout, *flags, world_size=size))
+    return "layers of the stages: " + ", ".join(str(len(plan.layers)) for plan in plans)
 
 
 def our_step(sizes: Sizes, batches: list[Batch], *flags: str) -> Callable[[], float]:
