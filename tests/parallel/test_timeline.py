@@ -228,3 +228,45 @@ def test_the_clock_counts_only_actions_between_begin_and_end():
 def test_passes_with_fewer_microbatches_are_not_the_typical_one():
     small, large = _played(microbatches=2), _played(microbatches=4)
     assert replace(large, passes=small.passes + large.passes).typical.microbatches == 4
+
+
+class FakeEvent:
+    """torch.cuda.Event of a device whose clock runs a millisecond further at each record."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        FakeEvent.now += 1.0
+        self.at, self.waited = FakeEvent.now, False
+
+    def synchronize(self):
+        self.waited = True
+
+    def elapsed_time(self, other):
+        assert other.waited
+        return other.at - self.at  # milliseconds
+
+
+def test_on_a_gpu_the_marks_are_events_read_after_the_step(monkeypatch):
+    """What a GPU would be asked; no GPU was there to ask."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append("device"))
+    monkeypatch.setattr(dist, "barrier", lambda group: waits.append("barrier"))
+    clock = ActionClock(torch.device("cuda", 0), None)
+    clock.begin()
+    clock.run("F", 0, 0, lambda: None)
+    clock.end()
+    assert waits == []
+    clock.keeping = True
+    clock.begin()  # reads the step before, which is not kept
+    assert waits == ["device", "barrier"]
+    clock.run("F", 1, 2, lambda: None)
+    clock.run("B", 1, 2, lambda: None)
+    clock.end()
+    assert clock.take_spans() == [[("F", 1, 2, 0.001, 0.002), ("B", 1, 2, 0.003, 0.004)]]
+    assert clock.take_sums() == pytest.approx((0.003, 0.003 + 0.005))

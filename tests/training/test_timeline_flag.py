@@ -8,10 +8,12 @@ import pytest
 from megatron_lite.arguments import parse_arguments
 from megatron_lite.config import ConfigError
 from megatron_lite.environment import Environment
+from megatron_lite.parallel.layout import write_layout
 from megatron_lite.parallel.schedule import build_schedule
 from megatron_lite.parallel.trace import read_trace
 from tests.ranks import run_ranks
 from tests.runs import flags, metrics, pretrain_here, train, write_data
+from tools.show_schedule import Comparison
 
 PIPELINE = "--pipeline-model-parallel-size 2 --train-iters 5 --log-interval 2"
 
@@ -80,3 +82,25 @@ def test_an_empty_window_is_refused():
             flags("", "--mock-data --timeline t.json --timeline-step-start 4 --timeline-step-end 4"),
             Environment(),
         )
+
+
+@pytest.mark.slow  # it measures time: right on a quiet machine, not where other work runs beside it
+def test_the_proposed_split_of_a_heavy_head_is_faster(tmp_path):
+    """A vocabulary far too large for half of the layers beside it: the gain is about what was predicted."""
+    model = """
+        --mock-data --num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 64
+        --max-position-embeddings 64 --vocab-size 31999 --global-batch-size 8 --train-iters 12
+        --pipeline-model-parallel-size 2 --reshard-after-forward never --eval-iters 0
+    """
+
+    def comparison(layout, name):
+        window = f"--timeline {tmp_path / name} --timeline-step-start 3 --timeline-step-end 12"
+        assert train(2, flags("", model, window, "--pipeline-model-parallel-layout", layout)) == [0, 0]
+        return Comparison(read_trace(tmp_path / name))
+
+    before = comparison("Et*4|t*4L", "before.json")
+    proposal = before.proposal()
+    assert proposal.after[0] > 4 and proposal.gain > 0.05
+    after = comparison(write_layout(proposal.after), "after.json")
+    gain = 1 - after.one.timeline.seconds / before.one.timeline.seconds
+    assert gain > proposal.gain / 2
