@@ -105,10 +105,6 @@ def rehearse(config: Config) -> int:
 def ranks_to_rehearse(config: Config) -> list[int]:
     """--rank, or the ranks that differ from it in nothing but the pipeline axis."""
     rank, world = config.command.rank, config.parallel.world_size
-    if rank >= world:
-        raise ConfigError(
-            f"--rank {rank} is not one of the {world:,} ranks of --world-size (0 to {world - 1:,})"
-        )
     if not config.command.all_stages:
         return [rank]
     stride = world // config.parallel.pipeline_model_parallel_size

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config import ConfigError
 from megatron_lite.mesh import build_mesh
 from megatron_lite.training import rehearsal
 from megatron_lite.training.gradients import local_part
@@ -210,12 +209,10 @@ def test_an_impossible_run_gives_its_error():
 
 def test_ranks():
     config = config_of(pp=4, dp=2)
-    pick = {rank: replace(config, command=replace(config.command, rank=rank)) for rank in (3, 8)}
-    assert ranks_to_rehearse(pick[3]) == [3]
+    one = replace(config, command=replace(config.command, rank=3))
+    assert ranks_to_rehearse(one) == [3]
     every = replace(config, command=replace(config.command, rank=3, all_stages=True))
     assert ranks_to_rehearse(every) == [1, 3, 5, 7]
-    with pytest.raises(ConfigError, match="--rank 8 is not one of the 8 ranks"):
-        ranks_to_rehearse(pick[8])
 
 
 def test_the_text_says_what_was_found():
