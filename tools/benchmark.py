@@ -22,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from megatron_lite.data.command_line import Parser, number, run, write_aside
-from tools.benchmarks import fsdp, gpu, memory, pipeline, schedules, step
+from tools.benchmarks import fsdp, gpu, memory, overhead, pipeline, schedules, startup, step
 from tools.benchmarks.comparison import Options, Table, render
 
 # Name -> suite; the first line of its docstring is what --list shows.
 SUITES: dict[str, Callable[[Options], list[Table]]] = {
     "step": step.run,
+    "startup": startup.run,
+    "overhead": overhead.run,
     "fsdp": fsdp.run,
     "pipeline": pipeline.run,
     "schedules": schedules.run,

@@ -37,12 +37,12 @@ def run_flags(sizes: Sizes) -> list[str]:
     """.split()
 
 
-def run_config(sizes: Sizes, *more: str, world_size: int = 1) -> Config:
+def run_config(sizes: Sizes, *more: str, world_size: int = 1, data: str = "--mock-data") -> Config:
     """The Config of these flags and `more` (layout, batch), with the vocabulary known.
 
-    more: flags as text, one or several to a string.
+    more, data: flags as text, one or several to a string.
     """
-    words = " ".join(["--mock-data --train-iters 100", *more]).split()
+    words = " ".join([data, "--train-iters 100", *more]).split()
     config = parse_arguments([*run_flags(sizes), *words], Environment(world_size=world_size))
     return with_vocabulary(config, sizes.vocabulary)
 
