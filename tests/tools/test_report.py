@@ -92,6 +92,14 @@ def test_page_is_whole_and_draws_every_point():
     assert "10.0000 to not finite" in text
 
 
+def test_a_pipeline_s_idle_share_is_drawn_where_there_is_one():
+    records = [record(i, **{"pipeline-idle-share": 0.25, "pipeline-idle-share-max": 0.5}) for i in (1, 2)]
+    text = page({"run": records}, None)
+    figure = next(part for part in text.split("<figure>") if "Pipeline idle" in part)
+    assert figure.count("<polyline") == 2
+    assert "Pipeline idle" not in page({"run": [record(1), record(2)]}, None)
+
+
 def test_thinning_keeps_extremes():
     points = [(float(i), 1.0) for i in range(100_000)]
     points[70_001] = (70_001.0, 50.0)
