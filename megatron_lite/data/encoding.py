@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 
@@ -67,22 +66,20 @@ class ChunkEncoder:
         records = parse(chunk, options.keys, options.max_document_bytes)
         columns = self._encode(records)
         encoded = Encoded(bad=sorted(records.bad, key=lambda bad: bad.line), num_lines=_num_lines(chunk))
-        eod = [self._tokenizer.eod] if options.append_eod else []
-        for ids in columns:
-            documents = [document + eod if document else document for document in ids]
-            lengths = np.fromiter(map(len, documents), np.int32, len(documents))
+        eod = self._tokenizer.eod if options.append_eod else None
+        for ids, lengths in columns:
+            tokens, lengths = _ended(ids, lengths, eod, np.dtype(options.dtype))
+            encoded.tokens.append(tokens)
             encoded.lengths.append(lengths)
-            total = int(lengths.sum(dtype=np.int64))
-            encoded.tokens.append(np.fromiter(chain.from_iterable(documents), options.dtype, total))
         encoded.text_bytes = sum(len(text.encode()) for values in records.texts for text in values)
         return encoded
 
-    def _encode(self, records: Records) -> list[list[list[int]]]:
-        """For each key the ids of each document. A document that the tokenizer refuses moves to records.bad."""
+    def _encode(self, records: Records) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each key all ids, and how many each document has. What the tokenizer refuses moves to records.bad."""
         while True:
             try:
                 return [
-                    self._tokenizer.encode_batch([values[key] for values in records.texts])
+                    self._tokenizer.encode_flat([values[key] for values in records.texts])
                     for key in range(len(self._options.keys))
                 ]
             except ConfigError:
@@ -100,6 +97,20 @@ class ChunkEncoder:
                 )
         records.texts[:] = _select(records.texts, kept)
         records.lines[:] = _select(records.lines, kept)
+
+
+def _ended(
+    ids: np.ndarray, lengths: np.ndarray, eod: int | None, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """ids in `dtype` with an eod behind each document that has any; lengths, int32, that count it."""
+    if eod is None:
+        return ids.astype(dtype), lengths.astype(np.int32)
+    ended = lengths + (lengths > 0)
+    tokens = np.full(int(ended.sum()), eod, dtype)
+    is_text = np.ones(len(tokens), bool)
+    is_text[np.cumsum(ended)[lengths > 0] - 1] = False
+    tokens[is_text] = ids
+    return tokens, ended.astype(np.int32)
 
 
 def _select(items: Sequence, numbers: Sequence[int]) -> list:

@@ -7,20 +7,24 @@ What holds for every family:
 - `vocab_size` is the true size, the largest id + 1; nothing is padded here.
 """
 
-import base64
 import hashlib
 import json
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 import tiktoken
 import tokenizers
 
 from megatron_lite.config import ConfigError, DataConfig, ModelConfig
+from megatron_lite.data.tiktoken_file import read_tiktoken
+from megatron_lite.data.words import WordEncoder, word_encoder
 
 TOKENIZER_FLAGS = (
     "tokenizer_type",
@@ -70,6 +74,12 @@ class Tokenizer:
         for text in texts:
             check_unicode(text)
         return self._encode_batch(texts)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The same as one array of all ids, int32, and the number of ids of each text, int64."""
+        encoded = self.encode_batch(texts)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that `ids` spell."""
@@ -153,6 +163,17 @@ class FastTokenizer(Tokenizer):
             "tokenizers", core.to_str().encode(), str(sorted(self.special_ids.items())).encode()
         )
 
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if self._words is None:
+            return super().encode_flat(texts)
+        for text in texts:
+            check_unicode(text)
+        return self._words.encode(texts)
+
+    @cached_property
+    def _words(self) -> WordEncoder | None:
+        return word_encoder(self.core)
+
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [
             encoding.ids for encoding in self.core.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -182,7 +203,7 @@ class TikTokenTokenizer(Tokenizer):
             )
         special = special[:num_special] + [f"<SPECIAL_{i}>" for i in range(len(special), num_special)]
         content = path.read_bytes()
-        tokens = _read_tiktoken(path, content)[: size - num_special]
+        tokens = read_tiktoken(path, content)[: size - num_special]
         if vocab_size is not None and len(tokens) + num_special < vocab_size:
             raise ConfigError(
                 f"--vocab-size is {vocab_size:,}, but --tokenizer-model '{path}' has {len(tokens):,} tokens and "
@@ -402,28 +423,6 @@ def _tiktoken(config: DataConfig, vocab_size: int | None) -> Tokenizer:
     )
     pattern = config.tiktoken_pattern or "v2"
     return TikTokenTokenizer(path, pattern, config.tiktoken_num_special_tokens, vocab_size)
-
-
-def _read_tiktoken(path: Path, content: bytes) -> list[bytes]:
-    try:
-        if content.lstrip()[:1] == b"[":
-            pairs = [(row["rank"], base64.b64decode(row["token_bytes"])) for row in json.loads(content)]
-        else:
-            words = [line.split() for line in content.splitlines() if line]
-            pairs = [(int(rank), base64.b64decode(token, validate=True)) for token, rank in words]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"--tokenizer-model '{path}' is no tiktoken vocabulary, wanted a JSON list of rank and token_bytes, or "
-            "lines 'BASE64 RANK'"
-        ) from None
-    ranks = [rank for rank, _ in pairs]
-    tokens = [token for _, token in sorted(pairs)]
-    if not pairs or sorted(ranks) != list(range(len(pairs))) or len(set(tokens)) != len(tokens):
-        raise ConfigError(
-            f"--tokenizer-model '{path}' has {len(pairs):,} ranks, wanted each of 0, 1, 2 ... once, "
-            "each with another token"
-        )
-    return tokens
 
 
 def _null(config: DataConfig, vocab_size: int | None) -> Tokenizer:
