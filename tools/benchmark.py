@@ -22,7 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from megatron_lite.data.command_line import Parser, number, run, write_aside
-from tools.benchmarks import fsdp, gpu, memory, overhead, pipeline, schedules, startup, step
+from tools.benchmarks import (
+    checkpoint,
+    fsdp,
+    gpu,
+    memory,
+    overhead,
+    pipeline,
+    preprocess,
+    samples,
+    schedules,
+    startup,
+    step,
+)
 from tools.benchmarks.comparison import Options, Table, render
 
 # Name -> suite; the first line of its docstring is what --list shows.
@@ -35,6 +47,10 @@ SUITES: dict[str, Callable[[Options], list[Table]]] = {
     "schedules": schedules.run,
     "memory": memory.run,
     "gpu": gpu.run,
+    "preprocess": preprocess.run,
+    "index": samples.run_index,
+    "samples": samples.run_samples,
+    "checkpoint": checkpoint.run,
 }
 
 
