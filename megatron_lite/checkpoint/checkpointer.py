@@ -19,7 +19,14 @@ from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
 from megatron_lite.checkpoint.dcp import save_pieces
 from megatron_lite.checkpoint.folder import Found, delete, expired, find_checkpoint
 from megatron_lite.checkpoint.host_copy import HostCopy, mark
-from megatron_lite.checkpoint.manifest import FileEntry, Manifest, read_manifest, why_corrupt
+from megatron_lite.checkpoint.manifest import (
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    entry_of,
+    read_manifest,
+    why_corrupt,
+)
 from megatron_lite.checkpoint.pieces import Piece, piece_of
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
 from megatron_lite.checkpoint.storage import parent_of, storage_for
@@ -63,8 +70,8 @@ class Checkpointer:
         if config.checkpoint.save:
             self._storage = storage_for(config.checkpoint.save)
             self._check_save_folder()
-            files = tuple(tokenizer_files)
-            self._tokenizer_files = self._ranks.first(lambda: read_files(files))
+        files = tuple(tokenizer_files)
+        self._tokenizer_files = self._ranks.first(lambda: read_files(files))
 
     def overlap_copy_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a background save take its copy while the next step computes: this optimizer waits for it.
@@ -155,6 +162,20 @@ class Checkpointer:
     def read_config(self, found: Found) -> StoredConfig:
         """Config.to_dict() of the run that saved."""
         return self._ranks.first(lambda: read_stored_config(found))
+
+    def has_same_tokenizer(self, found: Found) -> bool | None:
+        """Whether the checkpoint's tokenizer files hold what this run's do, by any names; None: one has none."""
+
+        def compare() -> bool | None:
+            parent, name = parent_of(found.path)
+            files = read_manifest(storage_for(parent), name).files
+            kept = {entry.sha256 for path, entry in files.items() if _decides_ids(path)}
+            ours = {
+                entry_of(data).sha256 for path, data in self._tokenizer_files.items() if _decides_ids(path)
+            }
+            return kept == ours if kept and ours else None
+
+        return self._ranks.first(compare)
 
     def load(self, found: Found, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill tensors, in place, from a checkpoint of any layout. Names that are not asked for are left.
@@ -288,6 +309,11 @@ class Checkpointer:
             raise ConfigError(f"{reader.path} does not fit: {_list(wrong)}")
         if wider and self._ranks.rank == 0:
             print(f"note: {reader.path}: {_list(wider)}; filled exactly", flush=True)
+
+
+def _decides_ids(path: str) -> bool:
+    """Whether a file of a checkpoint is one of the tokenizer's, but for what only chats need."""
+    return path.startswith(f"{TOKENIZER}/") and not path.endswith(".jinja")
 
 
 def _fill(reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.checkpoint.folder import Found, find_checkpoint
-from megatron_lite.checkpoint.manifest import CONFIG
+from megatron_lite.checkpoint.manifest import CONFIG, TOKENIZER
 from megatron_lite.checkpoint.storage import parent_of, storage_for
 from megatron_lite.config import Config, ConfigError
 
@@ -53,6 +53,8 @@ _ORDER = {  # what decides which samples come next; a change repeats or skips so
     },
     "training": {"seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"},
 }
+# Paths: where both have the files, what is in them is compared instead.
+_TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
 _LISTED = ("model", "precision", "optimizer")
 _ABSENT = object()
 
@@ -91,15 +93,29 @@ def compare_configs(stored: StoredConfig, config: Config, weights_only: bool = F
 
 
 def check_resumable(
-    config: Config, stored: StoredConfig, found: Found, weights_only: bool = False
+    config: Config,
+    stored: StoredConfig,
+    found: Found,
+    weights_only: bool = False,
+    same_tokenizer: bool | None = None,
 ) -> list[str]:
     """Lines about the differences that are allowed.
+
+    Args:
+        same_tokenizer: whether the run's tokenizer files hold what the checkpoint's copies hold, wherever they lie;
+            None where one side has none: then their paths are compared.
 
     Raises:
         ConfigError: the model differs; or, unless only weights are taken, data, seed or batch differ without
             --allow-data-change, or the optimizer does without --no-load-optim. Every difference is listed.
     """
     differences = compare_configs(stored, config, weights_only)
+    if same_tokenizer is not None:
+        differences = [d for d in differences if d.field not in _TOKENIZER_FILES]
+    if same_tokenizer is False:
+        refusal = None if weights_only or config.data.allow_data_change else "data"
+        kept, now = f"as in {found.path}/{TOKENIZER}", "of other content"
+        differences.append(Difference("data", "tokenizer", kept, now, refusal))
     refused = [d for d in differences if d.refusal is not None]
     if refused:
         ways = {

@@ -9,9 +9,10 @@ import torch
 
 from megatron_lite.checkpoint.agreement import sentence
 from megatron_lite.checkpoint.folder import find_checkpoint, folder_name
+from megatron_lite.checkpoint.manifest import TOKENIZER
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
 from megatron_lite.checkpoint.storage import parent_of, storage_for
-from megatron_lite.checkpoint.writing import TOKENIZER, write_checkpoint
+from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import CheckpointConfig, ConfigError
 
 

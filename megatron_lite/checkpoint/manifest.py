@@ -9,6 +9,7 @@ from megatron_lite.checkpoint.storage import Storage
 
 MANIFEST = "manifest.json"
 CONFIG, TRAIN_STATE, METADATA = "config.json", "train_state.json", ".metadata"
+TOKENIZER = "tokenizer"  # folder of the tokenizer's files
 REQUIRED = (CONFIG, TRAIN_STATE, METADATA)
 VERSION = 1
 _BLOCK = 8 << 20

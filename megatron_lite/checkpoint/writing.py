@@ -23,6 +23,7 @@ from megatron_lite.checkpoint.folder import (
 from megatron_lite.checkpoint.manifest import (
     CONFIG,
     MANIFEST,
+    TOKENIZER,
     TRAIN_STATE,
     FileEntry,
     Manifest,
@@ -33,7 +34,6 @@ from megatron_lite.checkpoint.pieces import Piece, piece_of
 from megatron_lite.checkpoint.storage import Storage, storage_for
 from megatron_lite.config import ConfigError
 
-TOKENIZER = "tokenizer"
 _BATCH_BYTES = 1 << 30
 _VISIBILITY_WAITS_S = (1, 2, 5)
 

@@ -63,7 +63,8 @@ def resume(
     kept = checkpointer.read_train_state(found)
     # tools/hf_import.py says so in what it writes: there is no optimizer state and no place to go on from.
     weights_only = config.checkpoint.finetune or found.pretrained or kept.get("weights_only", False)
-    for line in check_resumable(config, checkpointer.read_config(found), found, weights_only=weights_only):
+    stored, same_tokenizer = checkpointer.read_config(found), checkpointer.has_same_tokenizer(found)
+    for line in check_resumable(config, stored, found, weights_only, same_tokenizer):
         say(line)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
     _load_tensors(checkpointer, found, chunks, optimizer if with_optimizer else None)

@@ -147,3 +147,17 @@ def test_the_stored_configuration_for_use_checkpoint_args(tmp_path):
     assert stored_config(Config(checkpoint=CheckpointConfig(save=save, load=save))) is None
     make_checkpoint(tmp_path, 10)
     assert stored_config(Config(checkpoint=CheckpointConfig(load=save))) == {}
+
+
+def test_tokenizer_files_are_compared_by_content_where_both_are_there():
+    moved = changed("data", tokenizer_model="elsewhere/tokenizer.model")
+    stored = json.loads(json.dumps(changed("data", tokenizer_model="tokenizer.model").to_dict()))
+    with pytest.raises(ConfigError, match="data.tokenizer_model was 'tokenizer.model', is 'elsewhere"):
+        check_resumable(moved, stored, FOUND)
+    assert check_resumable(moved, stored, FOUND, same_tokenizer=True) == []
+    same_path = changed("data", tokenizer_model="tokenizer.model")
+    with pytest.raises(ConfigError, match="data.tokenizer was 'as in .*/tokenizer', is 'of other content'"):
+        check_resumable(same_path, stored, FOUND, same_tokenizer=False)
+    assert len(check_resumable(same_path, stored, FOUND, weights_only=True, same_tokenizer=False)) == 1
+    allowed = changed("data", tokenizer_model="tokenizer.model", allow_data_change=True)
+    assert len(check_resumable(allowed, stored, FOUND, same_tokenizer=False)) == 1

@@ -381,3 +381,20 @@ def test_a_failed_import_leaves_what_was_there(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written: .*the source went away"):
         write_checkpoint(str(tmp_path), 10, tensors(), {}, {})
     assert names(tmp_path) == ["iter_0000005", POINTER]
+
+
+def test_a_tokenizer_is_known_again_by_its_content(tmp_path):
+    first, moved, other = (tmp_path / folder for folder in ("first", "moved", "other"))
+    for folder, content in ((first, b"a"), (moved, b"a"), (other, b"b")):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_bytes(content)
+        (folder / "chat_template.jinja").write_bytes(folder.name.encode())
+    (moved / "tokenizer.json").rename(moved / "renamed.json")
+    saver = checkpointer(tmp_path / "run", tokenizer_files=sorted(first.iterdir()))
+    saver.save(1, {"a": torch.ones(2)}, {}, {})
+    found = saver.find()
+    for folder, same in ((first, True), (moved, True), (other, False)):
+        assert (
+            checkpointer(tmp_path, tokenizer_files=sorted(folder.iterdir())).has_same_tokenizer(found) is same
+        )
+    assert checkpointer(tmp_path).has_same_tokenizer(found) is None
