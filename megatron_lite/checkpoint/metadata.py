@@ -4,10 +4,12 @@
 planted file can run no code; what comes out is checked before it is used.
 """
 
+import gc
 import io
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +86,29 @@ def parse_metadata(data: bytes, path: str, skip_objects: bool = False) -> dict[s
         ConfigError: it is not a checkpoint's metadata; nothing in it has run.
     """
     try:
-        stored = _Unpickler(io.BytesIO(data)).load()
-        return {
-            str(name): _tensor(name, kept, stored.storage_data)
-            for name, kept in stored.state_dict_metadata.items()
-            if not (skip_objects and isinstance(kept, metadata.BytesStorageMetadata))
-        }
+        with _no_garbage_collection():
+            stored = _Unpickler(io.BytesIO(data)).load()
+            return {
+                str(name): _tensor(name, kept, stored.storage_data)
+                for name, kept in stored.state_dict_metadata.items()
+                if not (skip_objects and isinstance(kept, metadata.BytesStorageMetadata))
+            }
     except Exception as error:  # noqa: BLE001  a hostile pickle can raise anything
         raise ConfigError(f"{path} is not a checkpoint's metadata: {error}") from None
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A thousand ranks' pieces are millions of objects, none of them garbage: the collector would look at them over and
+    over, which takes two thirds of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _tensor(name: str, kept: Any, records: dict[Any, Any]) -> StoredTensor:

@@ -1,5 +1,6 @@
 """Reading one tensor at a time; files that are not what they say; pickles that would run code."""
 
+import gc
 import math
 import os
 import pickle
@@ -116,6 +117,7 @@ def test_a_planted_metadata_runs_nothing(folder, tmp_path):
     Path(marker).rmdir()  # the plant is a good one
     with pytest.raises(ConfigError, match=r"is not a checkpoint's metadata: it asks for posix\.mkdir"):
         parse_metadata(data, "x")
+    assert gc.isenabled()  # reading pauses it
     # A print, as the marker of a hostile checkpoint does it, in the oldest protocol.
     with pytest.raises(ConfigError, match=r"it asks for (__builtin__|builtins)\.print"):
         parse_metadata(b"\x80\x02c__builtin__\nprint\nq\x00X\x03\x00\x00\x00boxq\x01\x85q\x02Rq\x03.", "x")
