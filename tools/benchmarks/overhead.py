@@ -37,6 +37,7 @@ from tools.benchmarks.comparison import (
     refuse_unlike,
     speed,
     take_turns,
+    torch_threads,
 )
 from tools.benchmarks.our_run import run_config
 from tools.benchmarks.our_step import build_trainer
@@ -49,13 +50,8 @@ MOST = 0.02
 
 def run(options: Options) -> list[Table]:
     """All that a run does besides computing, as a share of its step: data, log, checkpoint checks, signals."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return [measure(QUICK if options.quick else Sizes(), Path(folder), options)]
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(1 if options.quick else THREADS), tempfile.TemporaryDirectory() as folder:
+        return [measure(QUICK if options.quick else Sizes(), Path(folder), options)]
 
 
 class ClockedTrainer(Trainer):
@@ -131,7 +127,7 @@ def measure(sizes: Sizes, folder: Path, options: Options) -> Table:
         "overhead: data, log, checks and signals beside the computing of a step",
         rows,
         [
-            f"{sizes}, {THREADS} threads, a step of {1000 * step:.1f} ms (median).",
+            f"{sizes}, {torch.get_num_threads()} threads, a step of {1000 * step:.1f} ms (median).",
             "Data from an indexed dataset with the default workers; metrics file, console line, a stop decision over "
             "all ranks each step; no save falls into it. The computing is forward, backward, norm, clip, AdamW.",
         ],

@@ -15,7 +15,7 @@ from tools.benchmarks.baseline_model import (
     random_batches,
     train_step,
 )
-from tools.benchmarks.comparison import Options, Row, Table, refuse_unlike, speed, take_turns
+from tools.benchmarks.comparison import Options, Row, Table, refuse_unlike, speed, take_turns, torch_threads
 from tools.benchmarks.our_run import load_initial_weights, run_config
 from tools.benchmarks.our_step import PreparedBatches, build_trainer
 from tools.benchmarks.peers import peer_steps
@@ -30,12 +30,8 @@ Step = Callable[[], float]
 def run(options: Options) -> list[Table]:
     """One process: a training step against a bare PyTorch loop, and transformers' model."""
     sizes = QUICK if options.quick else Sizes()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with torch_threads(1 if options.quick else THREADS):
         return [compare(sizes, microbatches, options) for microbatches in (1, 4)]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def compare(sizes: Sizes, microbatches: int, options: Options) -> Table:
@@ -61,7 +57,7 @@ def compare(sizes: Sizes, microbatches: int, options: Options) -> Table:
         f"step: one process, {microbatches} x {sizes.micro_batch} x {sizes.seq_length} tokens, fp32",
         rows(seconds),
         [
-            f"{sizes}, {THREADS} threads, {tokens:,} tokens a step.",
+            f"{sizes}, {torch.get_num_threads()} threads, {tokens:,} tokens a step.",
             f"Fastest step, ms: {fastest}.",
             f"Loss after {STEPS_A_TURN * (options.repeats + 1)} steps: {losses['ours']:.6f}, the same of all.",
             *facts,
