@@ -18,3 +18,14 @@ def mesh_sizes(config: Config) -> dict[str, int]:
         "cp": parallel.context_parallel_size,
         "tp": parallel.tensor_model_parallel_size,
     }
+
+
+def is_unsharded(config: Config) -> bool:
+    """Whether the parameters stay plain tensors: no rank to share them with, and no other dtype to compute in.
+
+    fully_shard over one rank would copy every weight twice and every gradient three times a step. With tensor ranks it
+    also sums the partial gradients of replicated weights, so there it stays.
+    """
+    sizes, precision = mesh_sizes(config), config.precision
+    alone = all(size == 1 for axis, size in sizes.items() if axis != "pp")
+    return alone and not (precision.bf16 or precision.fp16 or config.parallel.fsdp_cpu_offload)

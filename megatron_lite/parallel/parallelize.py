@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lite.config import Config
 from megatron_lite.mesh import ParallelMesh, local_part
+from megatron_lite.mesh_sizes import is_unsharded
 from megatron_lite.parallel.context import apply_context_parallel
 from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.partition import StagePlan
@@ -44,7 +45,8 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
         compile_blocks(chunk)
-    apply_fsdp(chunk, mesh.fsdp_mesh, config.parallel, config.precision)
+    if not is_unsharded(config):
+        apply_fsdp(chunk, mesh.fsdp_mesh, config.parallel, config.precision)
     chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
     initialize_weights(chunk, config)
     return chunk
