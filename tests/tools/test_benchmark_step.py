@@ -15,8 +15,12 @@ from tools.benchmarks.peers import llama_name
 OPTIONS = Options(repeats=1, quick=True)
 
 
+# Three starts of Python and torch: some ten seconds.
+STARTUP = pytest.param(startup, marks=pytest.mark.slow, id="startup")
+
+
 @pytest.mark.parametrize(
-    "suite", [step, overhead, startup], ids=lambda module: module.__name__.rsplit(".", 1)[1]
+    "suite", [pytest.param(step, id="step"), pytest.param(overhead, id="overhead"), STARTUP]
 )
 def test_a_suite_gives_figures(suite):
     threads = torch.get_num_threads()
