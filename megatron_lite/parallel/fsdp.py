@@ -81,6 +81,24 @@ def _reshards(position: int, num_layers: int, parallel: ParallelConfig) -> bool:
     return parallel.reshard_after_forward == "always"
 
 
+def prepare_backward(chunk: nn.Module, parallel: ParallelConfig, last: bool) -> None:
+    """Before the backward of a microbatch through the whole model: what FSDP does with each block when it is through.
+
+    ZeRO-3 frees its gathered weights, and reduces its gradients behind the backward of the blocks before it; ZeRO-2
+    does the latter. Else, and under --reshard-after-forward never, which keeps weights for the next microbatch and
+    buys fewer messages with memory, gradients are added up whole and reduced with the last microbatch's. Replicas are
+    summed over once a step in any case.
+    """
+    if not isinstance(chunk, FSDPModule):
+        return
+    strategy = parallel.data_parallel_sharding_strategy
+    frees = strategy == "optim_grads_params" and parallel.reshard_after_forward != "never"
+    chunk.set_is_last_backward(last)
+    chunk.set_reshard_after_backward(last or frees)
+    chunk.set_requires_gradient_sync(last or frees or strategy == "optim_grads")
+    chunk.set_requires_all_reduce(last)
+
+
 def _prefetch(layers: list[nn.Module], depth: int) -> None:
     """Gather `depth` blocks ahead, forward and backward; FSDP2's own choice is one block ahead."""
     if depth <= 1:

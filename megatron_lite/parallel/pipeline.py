@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.clock import ActionClock
 from megatron_lite.parallel.context import my_part_of_sequence
-from megatron_lite.parallel.fsdp import compute_dtype
+from megatron_lite.parallel.fsdp import compute_dtype, prepare_backward
 from megatron_lite.parallel.partition import StagePlan
 from megatron_lite.parallel.schedule import runnable_schedule
 from megatron_lite.parallel.tied import TiedWeights
@@ -66,10 +67,13 @@ class LossScale:
 class Stage(PipelineStage):
     """torch's stage under the eyes of a clock.
 
-    On torch 2.11 its first message to a neighbour skips one on the same rank (the V's tip).
+    On torch 2.11 its first message to a neighbour skips one on the same rank (the V's tip). With FSDP torch's stage
+    keeps a chunk's weights gathered and adds its gradients up whole until its last backward. Stages that take turns
+    need that, for the sake of time; the whole model on one rank does not, and would not fit.
     """
 
     clock: ActionClock
+    parallel: ParallelConfig
 
     def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         """F."""
@@ -89,9 +93,20 @@ class Stage(PipelineStage):
         run = super().backward_weight_one_chunk
         self.clock.run("W", self.stage_index, microbatch, run, microbatch, *args, **kwargs)
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """The backward of one microbatch; the only stage goes by FSDP's own ways of reducing and freeing."""
+        if self.num_stages > 1:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        prepare_backward(self.submod, self.parallel, last_backward)
+        parts = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
+        return stage_backward(*parts), None
+
     def perform_reduce_grad(self, factor: int) -> None:
-        """R: once a stage and pass."""
-        self.clock.run("R", self.stage_index, -1, super().perform_reduce_grad, factor)
+        """R: once a stage and pass; the only stage has done it in its last backward."""
+        if self.num_stages > 1:
+            self.clock.run("R", self.stage_index, -1, super().perform_reduce_grad, factor)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations = super()._get_init_p2p_neighbors_ops()
@@ -210,7 +225,7 @@ class Pipeline:
             output_args=loss if plan.stage == self.num_stages - 1 else hidden,
             group=mesh.group("pp"),
         )
-        stage.clock = self.clock
+        stage.clock, stage.parallel = self.clock, config.parallel
         return stage
 
 

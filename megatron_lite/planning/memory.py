@@ -1,9 +1,10 @@
 """Bytes that each pipeline rank holds in a training step, from the flags alone. Imports no torch.
 
-The engine as it is: FSDP2 over dp_shard x cp with fp32 shards, eager blocks without fused activations, gradients of a
-step's microbatches added up unsharded and reduced once. Symbols: a bytes of an activation's element (2 with --bf16 or
---fp16, else 4), T = B S / cp tokens of a microbatch on a rank, t tensor ranks, s = t with sequence parallelism else 1,
-n = dp_shard * cp shards, H hidden, q and kv widths of queries and keys, F feed-forward, V padded vocabulary.
+The engine as it is: FSDP2 over dp_shard x cp with fp32 shards, eager blocks without fused activations; where there are
+several stages, gradients of a step's microbatches added up unsharded and reduced once. Symbols: a bytes of an
+activation's element (2 with --bf16 or --fp16, else 4), T = B S / cp tokens of a microbatch on a rank, t tensor ranks,
+s = t with sequence parallelism else 1, n = dp_shard * cp shards, H hidden, q and kv widths of queries and keys, F
+feed-forward, V padded vocabulary.
 
 Sources: states sharded as ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); activations tensor by
 tensor as Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198) count them, for this model's operators.
@@ -214,7 +215,10 @@ def _moments(
         freed = weights[mine] if moment.kind == "B" else weights[mine] - waits[mine]
         begins = {"activations": held, "unsharded gradients": unsharded}
         ends = {"activations": held - freed, "unsharded gradients": unsharded}
-        if microbatches_of(config) != (1, 1):
+        if not adds_up_whole(config):
+            shards_held = 0.0 if microbatches_of(config) == (1, 1) else 4 * sum(local) / shards(config)
+            begins["gradient shards"] = ends["gradient shards"] = shards_held
+        else:
             begins["unsharded gradients"] = _gradients(config, local, moment.unadded, moment.summed)
             unadded = [n * (chunk != mine) for chunk, n in enumerate(moment.unadded)]
             added = moment.kind == "B" or moment.unadded[mine]
@@ -264,19 +268,29 @@ def _reduced_width(config: Config) -> int:
 def _unsharded(config: Config, plans: list[StagePlan], local: Sequence[float]) -> tuple[float, float]:
     """Bytes of gathered weights and of unsharded gradients.
 
-    Several microbatches: torch's pipeline frees weights and reduces gradients after the last backward only, so a
-    rank's stages lie gathered (a P, at most three stages) and their gradients are added up whole (fp32: 4 P). One
-    microbatch: ZeRO-3's block by block, two blocks and the head gathered and one gradient.
+    Where gradients are added up whole, torch's pipeline frees weights and reduces gradients after the last backward
+    only: a rank's stages lie gathered (a P, at most three stages) beside their gradients' sums (fp32: 4 P). Else it
+    goes block by block: under ZeRO-3 two blocks and the head are gathered, beside one unit's gradient.
     """
     a = activation_width(config)
-    if microbatches_of(config) == (1, 1):
+    if not adds_up_whole(config):
         units = max(local_unit(config, plan) for plan in plans)
-        keeps = not reshards(config)
         blocks = (1 + max(1, config.parallel.fsdp_prefetch_depth)) * block_parameters(config)
-        return a * (sum(local) if keeps else min(sum(local), blocks + units)), a * units
+        return a * (min(sum(local), blocks + units) if reshards(config) else sum(local)), a * units
     split = config.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
     active = sum(local) if split or len(local) == 1 else sum(sorted(local)[-_MOST_ACTIVE_STAGES:])
     return a * active, _reduced_width(config) * sum(local)
+
+
+def adds_up_whole(config: Config) -> bool:
+    """Whether the gradients of a step's microbatches are added up unsharded and reduced once, at the end.
+
+    So it is with several stages; the whole model on a rank reduces block by block, each microbatch's gradients under
+    ZeRO-2 and ZeRO-3 (unless weights are kept), else the last one's (parallel/fsdp.py, prepare_backward).
+    """
+    parallel = config.parallel
+    each = reshards(config) or parallel.data_parallel_sharding_strategy == "optim_grads"
+    return parallel.num_stages > 1 or not (each or microbatches_of(config) == (1, 1))
 
 
 def reshards(config: Config) -> bool:

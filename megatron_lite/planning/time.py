@@ -14,6 +14,7 @@ from megatron_lite.parallel.schedule import StageTimes, Timeline, build_schedule
 from megatron_lite.planning.activations import activation_width, block_activations, tokens_per_microbatch
 from megatron_lite.planning.devices import Cluster
 from megatron_lite.planning.memory import (
+    adds_up_whole,
     block_parameters,
     microbatches_of,
     reshards,
@@ -172,7 +173,8 @@ def step_edges(
 
     The first gathering of its largest block, or of all weights where they are kept, overlaps with nothing / with the
     forwards of a microbatch; the reduce-scatter of its gradients (fp32: 4 P) hides behind the last microbatch's
-    backward; between replicas an all-reduce of the shards, 4 P / n, follows. The optimizer reads and writes 28 bytes
+    backward (where the model is one stage and gradients are sharded: each microbatch's behind its own); between
+    replicas an all-reduce of the shards, 4 P / n, follows. The optimizer reads and writes 28 bytes
     a parameter; offloaded it moves gradients and weights over PCIe (8 bytes) and computes at a tenth of that speed.
     """
     sizes, apart, count = mesh_sizes(config), strides(config), shards(config)
@@ -185,6 +187,9 @@ def step_edges(
     reduction = shard_gather_seconds(config, cluster, local, width)
     replicas = cluster.reduce_seconds(width * local / count, sizes["dp_replicate"], apart["dp_replicate"])
     exposed = first + max(0.0, gathering) + max(0.0, reduction + replicas - last_backward)
+    if not adds_up_whole(config):
+        passes, size = microbatches_of(config)
+        exposed += (passes * size - 1) * max(0.0, reduction - last_backward)
     optimizer = 28 * local / count / cluster.device.memory_bandwidth
     if config.parallel.fsdp_cpu_offload:
         optimizer = (8 + 80) * local / count / HOST_BANDWIDTH

@@ -1,4 +1,4 @@
-"""What travels, how often, in which format: gradients once per step and unit, weights as the reshard policy says."""
+"""What travels, how often, in which format: gradients once per step and unit or as sharding says, weights likewise."""
 
 import functools
 import json
@@ -91,6 +91,30 @@ def test_gradients_are_reduced_once_per_step_and_unit(layout):
 def test_replicas_add_their_shards_once():
     hsdp = {"pp": 2, "dp": 2, "num_distributed_optimizer_instances": 2}
     assert count("allreduce", 8, **hsdp) == [UNITS] * 4
+
+
+WHOLE_UNITS = 10  # eight blocks, embedding, head
+
+
+@pytest.mark.parametrize(
+    ("layout", "each_microbatch"),
+    [
+        ({}, True),
+        ({"data_parallel_sharding_strategy": "optim_grads"}, True),
+        ({"data_parallel_sharding_strategy": "optim"}, False),
+        ({"reshard_after_forward": "never"}, False),
+    ],
+)
+def test_the_whole_model_on_a_rank_reduces_sharded_gradients_with_every_microbatch(layout, each_microbatch):
+    """Without a pipeline nothing that is sharded is ever whole; where it is kept whole, it is reduced once."""
+    for microbatches in (4, 8):
+        expected = WHOLE_UNITS * (microbatches if each_microbatch else 1)
+        assert count("reduce_scatter", microbatches, dp=2, **layout) == [expected] * 2
+
+
+def test_replicas_of_the_whole_model_add_their_shards_once():
+    hsdp = {"dp": 4, "num_distributed_optimizer_instances": 2}
+    assert count("allreduce", 8, **hsdp) == [WHOLE_UNITS] * 4
 
 
 def test_weights_are_gathered_once_when_they_are_kept_and_for_every_microbatch_when_not():

@@ -6,7 +6,7 @@ import torch
 from megatron_lite.mesh import build_mesh
 from megatron_lite.training.gradients import local_part
 from megatron_lite.training.optimizer import build_optimizer, named_state
-from tests.parallel.live_bytes import MIB, peaks
+from tests.parallel.live_bytes import MIB, MODEL, peaks
 from tests.parity import initial_whole_model, make_batches, make_config, my_part, set_up
 from tests.ranks import run_ranks
 
@@ -65,6 +65,16 @@ def test_schedules_and_recomputation_hold_less():
     assert plain < 0.4 * gpipe
     assert passes < 0.4 * gpipe
     assert full < selective < 0.7 * plain
+
+
+def test_sharded_weights_and_gradients_are_never_whole():
+    """dp 2, one block after the other: gathered weights and gradients of two units; else of the whole model."""
+    model = {"hidden_size": 128, "ffn_hidden_size": 512, "num_layers": 12}
+    total = sum(p.numel() for p in initial_whole_model(make_config(model=MODEL | model)).parameters()) * 4
+    sharded = peaks(microbatches=2, samples=1, model=model, dp=2)[0]
+    kept = peaks(microbatches=2, samples=1, model=model, dp=2, reshard_after_forward="never")[0]
+    assert kept > 2 * total  # weights, and the sums of gradients in fp32
+    assert sharded < 1.15 * total  # half of it shards of gradients; then a few units, and the activations
 
 
 def test_the_chunked_loss_never_holds_all_logits():

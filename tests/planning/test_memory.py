@@ -25,10 +25,11 @@ def total(**values):
 
 
 def test_states_are_the_closed_forms_of_zero_3():
-    """4 bytes of parameter, 8 of Adam's averages, 4 of gradient added up whole: 16 P in one process."""
+    """4 bytes of parameter, 8 of Adam's averages, 4 of gradient: 16 P in one process, 16 P / n in n."""
     alone = parts(num_gpus=1)
     assert alone["parameters"] == 4 * TOTAL and alone["optimizer state"] == 8 * TOTAL
-    assert alone["unsharded gradients"] == 4 * TOTAL
+    assert alone["gradient shards"] == 4 * TOTAL
+    assert alone["unsharded gradients"] == 2 * ROWS  # of one unit, the largest, in bf16
     many = parts(num_gpus=64)
     assert many["parameters"] == 4 * TOTAL / 64 and many["optimizer state"] == 8 * TOTAL / 64
     copies = parts(num_gpus=64, num_distributed_optimizer_instances=8)
