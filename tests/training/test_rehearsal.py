@@ -90,13 +90,13 @@ def test_every_degree_and_schedule_rehearses(name):
 
 
 def test_reduce_scatters_by_formula():
-    """One for each block, the embedding and the head, fp32: together the whole gradient, once a step."""
+    """One for each block, the embedding and the head, fp32: together the whole gradient, with every microbatch."""
     config = config_of(dp=4, microbatches=3)
     found = rehearse_rank(config, 1)
     messages = {(m.kind, m.axis): m for m in found.messages}
     scattered = messages["reduce-scatter", "dp_shard"]
-    assert scattered.count == config.model.num_layers + 2
-    assert scattered.bytes == total_parameters(config) * 4
+    assert scattered.count == 3 * (config.model.num_layers + 2)
+    assert scattered.bytes == 3 * total_parameters(config) * 4
     assert scattered.sent == scattered.bytes * 3 // 4
     # Gathered for each forward and backward but where it is kept: the head always, the last block of a forward.
     gathered = messages["all-gather", "dp_shard"]
