@@ -17,7 +17,7 @@ import re
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 _HARMLESS_FOR_ASCII = {"NFC", "NFD", "NFKC", "NFKD"}
 _MOST_ADDED_TOKENS = 64  # looked for in each text one by one
 _MOST_WORDS, _MOST_CHARACTERS = 1 << 18, 1 << 23  # remembered at a time: some 60 MB
-_LONG_TEXT = 1 << 20  # characters; the words of longer ones are not listed all at once
-_PIECE = 1 << 16  # words whose ids are put together at a time
+_LONG_TEXT = 1 << 20  # characters; longer ones go piece by piece
+_PIECE = 1 << 16  # words of a long text at a time, words the library is given at a time
 # An expression each for texts of ASCII, of Unicode's first plane, of its first two (where emoji are). The classes of
 # all seventeen would take seconds to list.
 _ASCII, _PLANE, _PLANES = 0x80, 0x10000, 0x20000
@@ -80,8 +80,16 @@ class WordEncoder:
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """Ids of all texts, one after the other, int32 [sum of lengths]; lengths, int64 [texts]."""
-        if len(self._numbers) > _MOST_WORDS or self._characters > _MOST_CHARACTERS:
-            self._forget()
+        parts: list[Ids] = []
+        for is_long, run in groupby(texts, lambda text: len(text) > _LONG_TEXT):
+            group = list(run)
+            parts += map(self._encode_long, group) if is_long else [self._encode_short(group)]
+        if not parts:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
+
+    def _encode_short(self, texts: Sequence[str]) -> Ids:
+        self._forget_if_full()
         words = [self._numbers_of(text) for text in texts]
         self._learn()
         # What no alternative of the expression matches would be lost: the library cuts it out as a word of its own.
@@ -89,8 +97,31 @@ class WordEncoder:
         for place, (text, numbers) in enumerate(zip(texts, words)):
             if int(lengths[numbers].sum()) != len(text):
                 words[place] = np.array([self._numbers[text]], np.int32)
+        del lengths
         self._learn()
-        return self._ids_of(words)
+        counts = np.diff(np.frombuffer(self._ends, np.int64))
+        totals = np.array([counts[numbers].sum() for numbers in words], np.int64)
+        return self._ids_of(np.concatenate(words)), totals
+
+    def _encode_long(self, text: str) -> Ids:
+        """Some ten thousand words at a time: neither the words nor what is known of them need fit in memory."""
+        expression = self._expression_for(text)
+        found = (match[0] for match in expression.finditer(text)) if expression is not None else iter(())
+        parts, covered = [], 0
+        while piece := list(islice(found, _PIECE)):
+            self._forget_if_full()
+            numbers = np.fromiter(map(self._numbers.__getitem__, piece), np.int32, len(piece))
+            self._learn()
+            parts.append(self._ids_of(numbers))
+            covered += sum(map(len, piece))
+        if covered != len(text):
+            parts = [np.array(self._core.encode(text, add_special_tokens=False).ids, np.int32)]
+        ids = np.concatenate(parts)
+        return ids, np.array([len(ids)], np.int64)
+
+    def _forget_if_full(self) -> None:
+        if len(self._numbers) > _MOST_WORDS or self._characters > _MOST_CHARACTERS:
+            self._forget()
 
     def _forget(self) -> None:
         self._numbers = _Numbers()
@@ -104,11 +135,8 @@ class WordEncoder:
         expression = self._expression_for(text)
         if expression is None:
             return np.array([self._numbers[text]], np.int32)
-        if len(text) <= _LONG_TEXT:
-            found = expression.findall(text)
-            return np.fromiter(map(self._numbers.__getitem__, found), np.int32, len(found))
-        found = (match[0] for match in expression.finditer(text))
-        return np.fromiter(map(self._numbers.__getitem__, found), np.int32)
+        found = expression.findall(text)
+        return np.fromiter(map(self._numbers.__getitem__, found), np.int32, len(found))
 
     def _expression_for(self, text: str) -> re.Pattern[str] | None:
         if any(part in text for part in self._foreign):
@@ -138,22 +166,15 @@ class WordEncoder:
             self._lengths.extend(map(len, piece))
         self._characters += sum(map(len, new))
 
-    def _ids_of(self, words: Sequence[np.ndarray]) -> Ids:
+    def _ids_of(self, numbers: np.ndarray) -> np.ndarray:  # int32 [ids]
+        """The ids of words, one after the other."""
         ids, ends = np.frombuffer(self._ids, np.int32), np.frombuffer(self._ends, np.int64)
-        begins, counts = ends[:-1], np.diff(ends)
-        lengths = np.array([counts[numbers].sum() for numbers in words], np.int64)
-        out = np.empty(int(lengths.sum()), np.int32)
-        done = 0
-        numbers = np.concatenate([np.empty(0, np.int32), *words])
-        for first in range(0, len(numbers), _PIECE):
-            piece = numbers[first : first + _PIECE]
-            taken = counts[piece]
-            stops = np.cumsum(taken)
-            total = int(stops[-1])
-            # Place i of the result reads behind its word's begin as far as it lies behind the word's first place.
-            out[done : done + total] = ids[np.arange(total) + np.repeat(begins[piece] - stops + taken, taken)]
-            done += total
-        return out, lengths
+        stops = ends[numbers + 1]
+        taken = stops - ends[numbers]
+        # Place i of the result reads behind its word's begin as far as it lies behind the word's first place.
+        places = np.cumsum(taken)
+        total = int(places[-1]) if len(places) else 0
+        return ids[np.arange(total) + np.repeat(stops - places, taken)]
 
 
 def word_encoder(core: tokenizers.Tokenizer) -> WordEncoder | None:

@@ -17,7 +17,8 @@ from megatron_lite.data.command_line import RunError
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 AHEAD = 4  # items a worker may be ahead of the oldest one that is not done
-MAX_BYTES = 1 << 27  # of items that are being worked on or wait for an earlier one
+# Of items that are being worked on or wait for an earlier one; a large item is let in only below that.
+MAX_BYTES, MAX_BYTES_A_WORKER = 1 << 25, 1 << 21
 
 
 def map_in_order(
@@ -54,9 +55,10 @@ def _in_order(
     idle, working = list(processes), {}
     waiting: dict[int, tuple[Item, Result]] = {}  # done, but maybe one before them is not
     given = yielded = held = 0
+    most = max(MAX_BYTES, MAX_BYTES_A_WORKER * len(processes))
     exhausted = False
     while True:
-        while idle and not exhausted and given - yielded < AHEAD * len(processes) and held < MAX_BYTES:
+        while idle and not exhausted and given - yielded < AHEAD * len(processes) and held < most:
             item = next(items, _END)
             if item is _END:
                 exhausted = True

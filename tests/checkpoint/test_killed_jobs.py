@@ -42,11 +42,11 @@ def _pretrain_until_killed(argv, save, seed):
     return pretrain_here(argv)
 
 
-def kill_and_compare(prefix, folder, kills, steps, *more):
-    """Returns how many of the kills left a half-written folder."""
+def kill_and_compare(prefix, folder, kills, steps, *more, timeout=120):
+    """Returns how many of the kills left a half-written folder. timeout: seconds of one run to its end."""
     common = flags(prefix, LAYOUT, DROPOUT, f"--train-iters {steps} --save-interval 1 --keep-last 2", *more)
     straight, killed = folder / "straight", folder / "killed"
-    train(RANKS, [*common, "--save", str(straight)])
+    train(RANKS, [*common, "--save", str(straight)], timeout)
     argv, in_a_save, died = [*common, "--save", str(killed), "--load", str(killed)], 0, 0
     for seed in range(kills):
         try:
@@ -57,7 +57,7 @@ def kill_and_compare(prefix, folder, kills, steps, *more):
         if found is not None:
             assert is_intact(found.path)
             in_a_save += any(killed.glob("iter_*.tmp"))
-    train(RANKS, argv)
+    train(RANKS, argv, timeout)
     assert died >= kills // 2, "the run was over before the kills: give it more steps"
     with CheckpointReader(str(straight)) as expected, CheckpointReader(str(killed)) as found:
         assert found.train_state == expected.train_state
@@ -79,5 +79,5 @@ def test_a_job_killed_three_times(prefix, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "--async-save"])
 def test_a_job_killed_thirty_times(prefix, tmp_path, how):
-    in_a_save = kill_and_compare(prefix, tmp_path, 30, 120, how)
+    in_a_save = kill_and_compare(prefix, tmp_path, 30, 120, how, timeout=900)
     assert in_a_save >= 10, f"only {in_a_save} of 30 kills left a half-written folder"

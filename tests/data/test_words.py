@@ -101,6 +101,11 @@ def test_a_long_text_goes_piece_by_piece(monkeypatch):
     monkeypatch.setattr(words, "_LONG_TEXT", 50)
     monkeypatch.setattr(words, "_PIECE", 7)
     assert_equal("llama3", ["it's a long text, " * 40, "", "short", "größer 😀 " * 30])
+    monkeypatch.setattr(words, "_MOST_WORDS", 20)
+    assert_equal("llama3", [" ".join(f"word{number} and" for number in range(500))])
+    assert len(ENCODERS["llama3"]._numbers) <= 20 + 7
+    assert_equal("added", ["<think> " * 20, "so " * 50])
+    assert_equal("nfc", ["e\u0301 " * 40])
 
 
 @pytest.mark.parametrize(

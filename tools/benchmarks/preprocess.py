@@ -27,7 +27,7 @@ HUGE_MEGABYTES = 60  # close to the limit of one document, 64
 
 def run(options: Options) -> list[Table]:
     """Preprocessing against `tokenizers`' encode_batch and Megatron-LM's way, on all cores; memory."""
-    megabytes, vocabulary = (0.3, 512) if options.quick else (24, 16384)
+    megabytes, vocabulary = (0.05, 400) if options.quick else (24, 16384)
     repeats = min(options.repeats, MOST_REPEATS)
     workers = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="benchmark-preprocess-") as name:
@@ -44,7 +44,7 @@ def run(options: Options) -> list[Table]:
         refuse_different("the sha256 of .bin", digests)
         peak = peak_memory(our_command(folder, corpus, workers))
         huge = make_huge_documents(
-            folder, corpus, 0.5 if options.quick else HUGE_MEGABYTES, count=workers + 2
+            folder, corpus, 0.1 if options.quick else HUGE_MEGABYTES, count=workers + 2
         )
         huge_peak = peak_memory(our_command(folder, huge, workers))
     size = megabytes * 1e6
