@@ -49,9 +49,7 @@ STAGES = {"ours, 1f1b": (ONE_F_ONE_B, True), "ours, interleaved": (TORCH_INTERLE
 def run(options: Options) -> list[Table]:
     """Peak bytes of a step, counted: ours against the bare loop and torch's classes, with and without recompute."""
     # Long enough that activations and logits, not weights, are what is seen; small chunks need 1,024 tokens and more.
-    sizes = (
-        replace(QUICK, layers=4, seq_length=256, micro_batch=8) if options.quick else Sizes(micro_batch=16)
-    )
+    sizes = replace(QUICK, layers=4, seq_length=256, micro_batch=8) if options.quick else Sizes(micro_batch=8)
     parts = [
         ("One process", 1, one_process, sizes, ONE_PROCESS),
         ("Data parallel on 2 ranks", 2, data_parallel, sizes, DATA_PARALLEL),
