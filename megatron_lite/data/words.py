@@ -31,6 +31,9 @@ _HARMLESS_FOR_ASCII = {"NFC", "NFD", "NFKC", "NFKD"}
 _MOST_ADDED_TOKENS = 64  # looked for in each text one by one
 _MOST_WORDS, _MOST_CHARACTERS = 1 << 18, 1 << 23  # remembered at a time: some 60 MB
 _LONG_TEXT = 1 << 20  # characters; longer ones go piece by piece
+# Where more than half of a large batch is words not seen before (Chinese, say, whose "words" are clauses), looking
+# them up costs more than it saves: the next batches go to the library whole, then it is tried again.
+_NEW_SHARE, _LARGE_BATCH, _LEFT_OUT = 0.5, 1 << 16, 15
 _PIECE = 1 << 16  # words of a long text at a time, words the library is given at a time
 # An expression each for texts of ASCII, of Unicode's first plane, of its first two (where emoji are). The classes of
 # all seventeen would take seconds to list.
@@ -68,6 +71,7 @@ class WordEncoder:
         self, core: tokenizers.Tokenizer, pattern: str, ascii_only: bool, foreign: Sequence[str]
     ) -> None:
         self._core, self._foreign = core, tuple(foreign)
+        self._left_out = 0  # so many batches still go to the library whole
         self._case_folds = "(?i" in pattern
         self._pattern, self._ascii_only = pattern, ascii_only
         self._expressions: dict[int, re.Pattern[str] | None] = {}  # by limit, made when they are needed
@@ -89,9 +93,15 @@ class WordEncoder:
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
 
     def _encode_short(self, texts: Sequence[str]) -> Ids:
+        if self._left_out:
+            self._left_out -= 1
+            return self._by_library(texts)
         self._forget_if_full()
+        before, size = self._characters, sum(map(len, texts))
         words = [self._numbers_of(text) for text in texts]
         self._learn()
+        if size >= _LARGE_BATCH and self._characters - before > _NEW_SHARE * size:
+            self._left_out = _LEFT_OUT
         # What no alternative of the expression matches would be lost: the library cuts it out as a word of its own.
         lengths = np.frombuffer(self._lengths, np.int64)
         for place, (text, numbers) in enumerate(zip(texts, words)):
@@ -102,6 +112,11 @@ class WordEncoder:
         counts = np.diff(np.frombuffer(self._ends, np.int64))
         totals = np.array([counts[numbers].sum() for numbers in words], np.int64)
         return self._ids_of(np.concatenate(words)), totals
+
+    def _by_library(self, texts: Sequence[str]) -> Ids:
+        encoded = [e.ids for e in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
 
     def _encode_long(self, text: str) -> Ids:
         """Some ten thousand words at a time: neither the words nor what is known of them need fit in memory."""
@@ -115,7 +130,7 @@ class WordEncoder:
             parts.append(self._ids_of(numbers))
             covered += sum(map(len, piece))
         if covered != len(text):
-            parts = [np.array(self._core.encode(text, add_special_tokens=False).ids, np.int32)]
+            return self._by_library([text])
         ids = np.concatenate(parts)
         return ids, np.array([len(ids)], np.int64)
 

@@ -108,6 +108,21 @@ def test_a_long_text_goes_piece_by_piece(monkeypatch):
     assert_equal("nfc", ["e\u0301 " * 40])
 
 
+def test_text_that_never_repeats_goes_to_the_library(monkeypatch):
+    monkeypatch.setattr(words, "_LARGE_BATCH", 100)
+    monkeypatch.setattr(words, "_LEFT_OUT", 2)
+    encoder = word_encoder(TOKENIZERS["gpt2"])
+    tried = []
+    for batch in range(4):
+        known = len(encoder._numbers)
+        texts = [" ".join(f"{chr(0x4E00 + 50 * batch + n)}{n}" for n in range(50)), "a\x1fb"]
+        ids, _ = encoder.encode(texts)
+        wanted = TOKENIZERS["gpt2"].encode_batch(texts, add_special_tokens=False)
+        assert ids.tolist() == [number for text in wanted for number in text.ids]
+        tried.append(len(encoder._numbers) > known)
+    assert tried == [True, False, False, True]
+
+
 @pytest.mark.parametrize(
     "pattern",
     [r"\p{L}+|.", r"[\p{L}[0-9]]+", r"^\s+", r"[\P{L}]", r"\h+", r"a{2}+", r"[a-z&&[^b]]", r"\p{L}+$", r"\X"],
