@@ -45,9 +45,14 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
         compile_blocks(chunk)
-    if not is_unsharded(config):
+    if is_unsharded(config):
+        chunk.to_empty(device=mesh.device)
+        if chunk.tied and chunk.embedding is not None and chunk.lm_head is not None:
+            # to_empty gave each of them a weight of its own; FSDP mends that where it is.
+            chunk.lm_head.weight = chunk.embedding.word_embeddings.weight
+    else:
         apply_fsdp(chunk, mesh.fsdp_mesh, config.parallel, config.precision)
-    chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
+        chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
     initialize_weights(chunk, config)
     return chunk
 

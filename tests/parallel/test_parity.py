@@ -34,6 +34,10 @@ SCHEDULES = {
     "tied": {"pp": 2, "dp": 2, "model": TIED},
     "tied, pp 4": {"pp": 4, "microbatches": 8, "model": TIED},
     "tied in one chunk": {"dp": 2, "model": TIED},
+    "tied, one process": {"model": TIED},
+    "tied, one process, two chunks": {"chunks": 2, "model": TIED},
+    "tied, one process, recompute": {"model": TIED, "recompute_granularity": "full"},
+    "tied, pp 2": {"pp": 2, "model": TIED},
     "tied, two chunks of one rank": {"chunks": 2, "dp": 2, "model": TIED},
     "tied, both ends of a V": {"pp": 2, "chunks": 2, "dp": 2, "schedule": "zbv", "model": TIED},
 }
