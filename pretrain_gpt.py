@@ -61,6 +61,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             print(f"written: {convert_checkpoint(config.checkpoint)}")
         return 0
     with process_group(config, environment) as device:
+        stop = StopWatch(config.training, device, started)
         mesh = build_mesh(config, device)
         seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank, mesh.rank("cp"), mesh.rank("tp"))
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -100,7 +101,6 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
                 dataset, config, mesh.data_parallel_rank, mesh.data_parallel_size, consumed_samples, device
             )
 
-        stop = StopWatch(config.training, device, started)
         tracker = build_tracker(config, environment, state.wandb_run_id)
         state.wandb_run_id = from_first_rank(tracker.wandb_run_id)
         timers, progress = Timers(config.logging, device), ProgressLog(config, environment)

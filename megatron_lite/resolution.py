@@ -79,19 +79,29 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
     given = {f.name for f in fields(config.model)} & config.given
     if not kept.model.group_query_attention:
         given -= {"num_query_groups"}  # not read there, so it cannot contradict
-    for name in sorted(given - _TRAINING_ONLY):
+    tokenizer = config.data.tokenizer_type or kept.data.tokenizer_type
+    # A NullTokenizer adds its end of document to --vocab-size; what is stored counts it already.
+    added = int(tokenizer == "NullTokenizer")
+    contradictions = []
+    for name in sorted((given - _TRAINING_ONLY) & stored.get("model", {}).keys()):
         here, there = getattr(config.model, name), getattr(kept.model, name)
+        if name == "vocab_size":
+            there = here if there is None else there - added
         if here != there:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {here}, the checkpoint of --use-checkpoint-args has {there}: "
-                "leave it out"
+            contradictions.append(
+                f"--{name.replace('_', '-')} is {here}, the checkpoint of --use-checkpoint-args has {there}"
             )
-    ours = {name: getattr(config.model, name) for name in given & _TRAINING_ONLY}
+    if contradictions:
+        raise ConfigError(f"{'; '.join(contradictions)}: leave {'them' if contradictions[1:] else 'it'} out")
+    ours = {
+        name: getattr(config.model, name)
+        for name in given
+        if name in _TRAINING_ONLY or name == "vocab_size" or name not in stored.get("model", {})
+    }
     merged = replace(config, model=replace(kept.model, **ours))
     if not _TOKENIZER & config.given:
         merged = _with(merged, "data", **{name: getattr(kept.data, name) for name in _TOKENIZER})
     if merged.data.tokenizer_type == "NullTokenizer" and kept.model.vocab_size and "vocab_size" not in given:
-        # A NullTokenizer adds its end of document to --vocab-size; what is stored counts it already.
         merged = _with(merged, "model", vocab_size=kept.model.vocab_size - 1)
     return merged
 

@@ -1,5 +1,7 @@
 """--use-checkpoint-args: the model's flags come from the checkpoint, and may not contradict it."""
 
+import json
+
 import pytest
 
 from megatron_lite.arguments import parse_arguments, parse_or_exit, with_checkpoint_config
@@ -48,6 +50,26 @@ def test_a_flag_may_repeat_the_checkpoint_but_not_contradict_it():
         with pytest.raises(ConfigError) as error:
             with_checkpoint_config(config_of(f"{FEW} {words}"), STORED)
         assert text in str(error.value)
+
+
+def test_the_same_command_again_is_no_contradiction():
+    """A NullTokenizer's --vocab-size leaves out the end of document that the stored size counts."""
+    stored = json.loads(json.dumps(STORED))
+    stored["model"]["vocab_size"] = 61
+    assert with_checkpoint_config(config_of(f"{FEW} --vocab-size 60"), stored).model.vocab_size == 60
+    assert with_checkpoint_config(config_of(FEW), stored).model.vocab_size == 60
+    with pytest.raises(
+        ConfigError, match="--num-layers is 4, .* has 6; --vocab-size is 61, .* leave them out"
+    ):
+        with_checkpoint_config(config_of(f"{FEW} --vocab-size 61 --num-layers 4"), stored)
+
+
+def test_what_the_checkpoint_does_not_say_the_command_line_may():
+    stored = json.loads(json.dumps(STORED))
+    del stored["model"]["num_layers"]
+    assert with_checkpoint_config(config_of(f"{FEW} --num-layers 4"), stored).model.num_layers == 4
+    with pytest.raises(ConfigError, match="--num-layers is needed"):
+        with_checkpoint_config(config_of(FEW), stored)
 
 
 def test_without_a_checkpoint_the_command_line_has_to_say_all():

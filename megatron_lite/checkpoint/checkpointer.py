@@ -272,7 +272,7 @@ class Checkpointer:
         if self._config.checkpoint.exit_on_save_failure:
             raise ConfigError(f"{text} (--exit-on-save-failure)")
         if self._ranks.rank == 0:
-            print(f"warning: {text}; training goes on", flush=True)
+            print(f"warning: {text}; the run goes on without it", flush=True)
         return False
 
     def _corruption(self, found: Found) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.checkpoint.folder import Found, find_checkpoint
-from megatron_lite.checkpoint.manifest import CONFIG, TOKENIZER
+from megatron_lite.checkpoint.manifest import CONFIG, TOKENIZER, parse_object
 from megatron_lite.checkpoint.storage import parent_of, storage_for
 from megatron_lite.config import Config, ConfigError
 
@@ -56,6 +56,8 @@ _ORDER = {  # what decides which samples come next; a change repeats or skips so
 # Paths: where both have the files, what is in them is compared instead.
 _TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
 _LISTED = ("model", "precision", "optimizer")
+# How the others are treated, not what they are.
+_UNTOLD = {"override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"}
 _ABSENT = object()
 
 
@@ -138,10 +140,10 @@ def read_stored_config(found: Found) -> StoredConfig:
     """
     parent, name = parent_of(found.path)
     try:
-        stored = json.loads(storage_for(parent).read(f"{name}/{CONFIG}"))
+        stored = parse_object(storage_for(parent).read(f"{name}/{CONFIG}"))
         if not all(isinstance(values, dict) for values in stored.values()):
-            raise TypeError("not a configuration")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise ValueError("it is no configuration")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{found.path}/{CONFIG} cannot be read: {error}") from None
     return stored
 
@@ -177,7 +179,7 @@ def _model_refusal(field: str, before: Any, config: Config, weights_only: bool) 
 
 
 def _is_listed(concern: str, field: str) -> bool:
-    return concern in _LISTED or field in _ORDER.get(concern, ())
+    return (concern in _LISTED and field not in _UNTOLD) or field in _ORDER.get(concern, ())
 
 
 def _shown(value: Any) -> str:

@@ -242,7 +242,8 @@ def delete(storage: Storage, name: str) -> None:
 def clear_leftovers(storage: Storage) -> None:
     """Remove what killed runs left: half-written folders, and replaced ones whose successor is complete.
 
-    A replaced one without a successor gets its name back.
+    A replaced one without a successor gets its name back. What cannot be removed stays: it does not count, and
+    a save may not fail over it.
     """
     names = storage.names()
     for name in names:
@@ -252,10 +253,12 @@ def clear_leftovers(storage: Storage) -> None:
             and storage.size(f"{name}/{WRITING}") is not None
         )
         if _STEP.fullmatch(name.removesuffix(ASIDE)) and (name.endswith(ASIDE) or unfinished):
-            storage.remove_folder(name)
+            with suppress(OSError):
+                storage.remove_folder(name)
     for name in names:
         match = _STEP.fullmatch(name.removesuffix(REPLACED)) if name.endswith(REPLACED) else None
         if match and match[0] not in names:
             storage.rename(name, match[0])  # its successor never came
         elif match and why_incomplete(storage, match[0], int(match[1])) is None:
-            delete(storage, name)
+            with suppress(OSError):
+                delete(storage, name)

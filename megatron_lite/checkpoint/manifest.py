@@ -47,6 +47,21 @@ def entry_of(data: bytes) -> FileEntry:
     return FileEntry(len(data), hashlib.sha256(data).hexdigest())
 
 
+def parse_object(data: bytes) -> dict:
+    """The JSON object that a small file holds.
+
+    Raises:
+        ValueError: it holds something else, or nests so deep that nobody wrote it.
+    """
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, wanted an object")
+    return content
+
+
 def read_manifest(storage: Storage, folder: str) -> Manifest:
     """The manifest of a folder.
 
@@ -57,7 +72,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     if storage.size(path) is None:
         raise IncompleteError(f"it has no {MANIFEST}")
     try:
-        stored = json.loads(storage.read(path))
+        stored = parse_object(storage.read(path))
         if stored["version"] != VERSION:
             raise IncompleteError(f"its {MANIFEST} is of version {stored['version']}, wanted {VERSION}")
         files = {
@@ -66,12 +81,16 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         manifest = Manifest(int(stored["iteration"]), files)
     except IncompleteError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
         raise IncompleteError(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
-    strange = [name for name in manifest.files if name.startswith("/") or ".." in name.split("/")]
+    strange = [name for name in manifest.files if not _is_inside(name)]
     if strange:
-        raise IncompleteError(f"its {MANIFEST} names {strange[0]!r}, which is outside the folder")
+        raise IncompleteError(f"its {MANIFEST} names {strange[0][:80]!r}, which is outside the folder")
     return manifest
+
+
+def _is_inside(name: str) -> bool:
+    return name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
 
 
 def why_incomplete(storage: Storage, folder: str, iteration: int | None = None) -> str | None:
@@ -85,7 +104,8 @@ def why_incomplete(storage: Storage, folder: str, iteration: int | None = None) 
         return str(error)
     if iteration is not None and manifest.iteration != iteration:
         return f"it holds iteration {manifest.iteration}: it was renamed"
-    absent = [name for name in REQUIRED if name not in manifest.files]
+    tensor_files = [name for name in storage.names(folder) if name.endswith(".distcp")]
+    absent = [name for name in (*REQUIRED, *tensor_files) if name not in manifest.files]
     if absent:
         return f"its {MANIFEST} does not list {absent[0]}"
     for name, entry in manifest.files.items():

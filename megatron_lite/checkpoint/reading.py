@@ -1,6 +1,5 @@
 """Read a checkpoint tensor by tensor, in one process or as one rank's share. Nothing that is read can run code."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, TypeVar
 
@@ -8,7 +7,7 @@ import torch
 
 from megatron_lite.checkpoint.compare import read_stored_config
 from megatron_lite.checkpoint.folder import Found, find_in
-from megatron_lite.checkpoint.manifest import METADATA, TRAIN_STATE
+from megatron_lite.checkpoint.manifest import METADATA, TRAIN_STATE, parse_object
 from megatron_lite.checkpoint.metadata import StoredChunk, StoredTensor, parse_metadata
 from megatron_lite.checkpoint.pieces import Piece
 from megatron_lite.checkpoint.records import RecordError, read_box
@@ -51,9 +50,12 @@ class CheckpointReader:
     def train_state(self) -> dict[str, Any]:
         """Iteration, consumed samples, schedule, layout."""
         try:
-            return json.loads(self._bytes(TRAIN_STATE))
+            state = parse_object(self._bytes(TRAIN_STATE))
+            if state.get("iteration") != self.found.iteration:
+                raise ValueError(f"its iteration is {state.get('iteration')}, wanted {self.found.iteration}")
         except ValueError as error:
             raise ConfigError(f"{self.path}/{TRAIN_STATE} cannot be read: {error}") from None
+        return state
 
     def names(self) -> dict[str, StoredTensor]:
         """{name: shape, dtype and pieces} of every tensor: weights, `optimizer.*`, `random_state.*`."""

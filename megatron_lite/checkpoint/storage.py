@@ -86,8 +86,11 @@ class LocalStorage:
         self._at(path).unlink(missing_ok=True)
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder and all in it."""
-        shutil.rmtree(self._at(path))
+        """Remove a folder and all in it; or what a user put under its name."""
+        if self._at(path).is_dir() and not self._at(path).is_symlink():
+            shutil.rmtree(self._at(path))
+        else:
+            self._at(path).unlink()
 
     def sync_folder(self, path: str = "") -> None:
         """Bring the folder's names (new files, renames) to the disk."""

@@ -6,10 +6,10 @@ help. A field that is None in a fresh object gets its value from the others in `
 """
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron_lite.config.data import DataConfig
-from megatron_lite.config.declare import ConfigError, flag, refuse_together
+from megatron_lite.config.declare import ConfigError, check_stored, flag, refuse_together
 from megatron_lite.config.model import ModelConfig, PrecisionConfig
 from megatron_lite.config.output import CheckpointConfig, CommandConfig, LoggingConfig
 from megatron_lite.config.parallel import ParallelConfig
@@ -57,13 +57,20 @@ class Config:
 
     @classmethod
     def from_dict(cls, stored: dict[str, dict[str, Any]]) -> "Config":
-        """The reverse of to_dict; absent keys take their default, unknown ones raise ConfigError."""
+        """The reverse of to_dict; absent keys take their default.
+
+        Raises:
+            ConfigError: a key is unknown, or its value is of another type, or outside its choices or limits.
+        """
         unknown = [name for name in stored if name not in CONCERNS]
         parts = {}
         for name, concern in CONCERNS.items():
             values = stored.get(name, {})
-            known = {f.name for f in fields(concern)}
+            known = {f.name: f for f in fields(concern)}
+            kinds = get_type_hints(concern)
             unknown += [f"{name}.{key}" for key in values if key not in known]
+            for key in values.keys() & known.keys():
+                check_stored(f"{name}.{key}", values[key], known[key], kinds[key])
             parts[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         if unknown:
             raise ConfigError(

@@ -1,7 +1,9 @@
 """How a flag is declared, and the error that a wrong one raises."""
 
-from dataclasses import field
-from typing import Any
+import math
+import types
+from dataclasses import Field, field
+from typing import Any, get_args, get_origin
 
 Words = tuple[str, ...]
 Numbers = tuple[int, ...]
@@ -26,3 +28,33 @@ def flag(default: Any, text: str, **options: Any) -> Any:
     megatron_lite.arguments) for values that are neither a word nor a number; no_effect (why it does nothing here).
     """
     return field(default=default, metadata={"help": text, **options})
+
+
+def check_stored(name: str, value: Any, item: Field, annotation: Any) -> None:
+    """Raise ConfigError for a value of a stored configuration that the flag cannot have: by type, choice or limit."""
+    limits = item.metadata
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    least, most, above = limits.get("minimum", 0), limits.get("maximum"), limits.get("above")
+    fits = _is_of_kind(value, annotation) and all(
+        math.isfinite(number)
+        and (least is None or number >= least)
+        and (most is None or number <= most)
+        and (above is None or number > above)
+        for number in numbers
+    )
+    choices = limits.get("choices")
+    if not fits or (choices is not None and any(v is not None and v not in choices for v in values)):
+        raise ConfigError(f"the stored configuration's {name} is {str(value)[:80]!r}, which it cannot be")
+
+
+def _is_of_kind(value: Any, annotation: Any) -> bool:
+    """Whether a value of JSON (its lists may be tuples) is of an annotation such as `tuple[int, ...] | None`."""
+    if isinstance(annotation, types.UnionType):
+        return any(_is_of_kind(value, kind) for kind in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        kind = get_args(annotation)[0]
+        return isinstance(value, (list, tuple)) and all(_is_of_kind(part, kind) for part in value)
+    if isinstance(value, bool):
+        return annotation is bool
+    return isinstance(value, (int, float) if annotation is float else annotation)

@@ -166,8 +166,8 @@ _FLAGS = {
 }
 
 
-def resumed_schedule(config: Config, stored: dict[str, Any]) -> Schedule:
-    """The schedule with which a run goes on after a checkpoint that holds `stored` (Schedule.to_dict()).
+def resumed_schedule(config: Config, stored: dict[str, Any] | None) -> Schedule:
+    """The schedule with which a run goes on after a checkpoint that holds `stored` (Schedule.to_dict(); None: none).
 
     --override-opt_param-scheduler takes the flags, --use-checkpoint-opt_param-scheduler the checkpoint; without
     either the two have to be the same, as in Megatron.
@@ -178,6 +178,10 @@ def resumed_schedule(config: Config, stored: dict[str, Any]) -> Schedule:
     wanted = Schedule.from_config(config)
     if config.optimizer.override_opt_param_scheduler:
         return wanted
+    if not isinstance(stored, dict):
+        raise ConfigError(
+            "the checkpoint holds no learning rate schedule; give --override-opt_param-scheduler to take the flags"
+        )
     unknown = sorted(set(stored) ^ set(_FLAGS))
     if unknown:
         raise ConfigError(

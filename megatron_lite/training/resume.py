@@ -79,7 +79,7 @@ def resume(
     )
     if not with_optimizer:
         say("--no-load-optim: the optimizer's state starts at zero, the learning rate goes on where it was")
-    return state, resumed_schedule(config, kept["schedule"])
+    return state, resumed_schedule(config, kept.get("schedule"))
 
 
 def check_same_data(config: Config, state: TrainState, fingerprint: str | None) -> None:

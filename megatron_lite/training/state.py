@@ -1,9 +1,11 @@
 """Where a run stands: what a checkpoint keeps besides tensors."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+
+from megatron_lite.config import ConfigError
 
 
 @dataclass
@@ -33,9 +35,26 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> "TrainState":
-        """The reverse of to_dict; keys of other versions are left out."""
-        known = {item.name for item in fields(cls)}
-        return cls(**{key: value for key, value in stored.items() if key in known})
+        """The reverse of to_dict; keys of other versions are left out.
+
+        Raises:
+            ConfigError: a count is no count, or another value not of its kind.
+        """
+        known = {item.name: item for item in fields(cls)}
+        values = {key: value for key, value in stored.items() if key in known}
+        for key, value in values.items():
+            if not _fits(value, known[key]):
+                raise ConfigError(f"the checkpoint's {key} is {str(value)[:80]!r}, which it cannot be")
+        return cls(**values)
+
+
+def _fits(value: Any, item: Field) -> bool:
+    if item.default is None:
+        return value is None or isinstance(value, dict if item.name == "loss_scale" else str)
+    kind = dict if item.default is MISSING else type(item.default)
+    kinds = (int, float) if kind is float else kind
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
+    return fits and (kind is dict or value >= 0)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
