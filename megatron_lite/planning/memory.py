@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.mesh_sizes import mesh_sizes
+from megatron_lite.mesh_sizes import is_unsharded, mesh_sizes
 from megatron_lite.model.costs import ModelCosts, block_matrix_parameters, model_costs
 from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
 from megatron_lite.parallel.schedule import SPLIT_BACKWARD_SCHEDULES, runnable_schedule
@@ -171,9 +171,13 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], every: list[St
         "optimizer state": sum(optimizer_bytes(config, plan) for plan in plans),
         "receive buffers": _receive_buffers(config, plans, every),
     }
-    reduction = _reduced_width(config) * max(local_unit(config, plan) for plan in plans)
     at_end = {"gathered weights": gathered, "unsharded gradients": unsharded}
-    candidates = [at_end | {"gradient shards": parameters, "workspace": reduction}]
+    if not is_unsharded(config):
+        at_end["workspace"] = _reduced_width(config) * max(local_unit(config, plan) for plan in plans)
+        at_end["gradient shards"] = parameters
+        if adds_up_whole(config):  # a second pass reduces into others beside the first one's
+            at_end["gradient shards"] += _shards_of_passes(config, local)
+    candidates = [at_end]
     candidates += _moments(config, rank, plans, local, gathered, unsharded)
     parts = kept | max(candidates, key=lambda moment: sum(moment.values()))
     host = 0.0
@@ -205,6 +209,8 @@ def _moments(
     largest = activation_width(config) * max(local_unit(config, plan) for plan in plans)
     at_loss = min(gathered, largest) if frees else gathered
     workspace, (_, loss) = workspace_bytes(config), logits_bytes(config)
+    grown = is_unsharded(config) and microbatches_of(config)[0] > 1  # gradients of the passes before
+    shards_held = _shards_of_passes(config, local)
     found = []
     for moment in moments_in_flight(config, rank, plans):
         if moment.kind == "F":
@@ -213,12 +219,9 @@ def _moments(
         held += sum(n * (wait - one) for n, wait, one in zip(moment.waiting, waits, weights))
         mine = moment.chunk
         freed = weights[mine] if moment.kind == "B" else weights[mine] - waits[mine]
-        begins = {"activations": held, "unsharded gradients": unsharded}
-        ends = {"activations": held - freed, "unsharded gradients": unsharded}
-        if not adds_up_whole(config):
-            shards_held = 0.0 if microbatches_of(config) == (1, 1) else 4 * sum(local) / shards(config)
-            begins["gradient shards"] = ends["gradient shards"] = shards_held
-        else:
+        begins = {"activations": held, "unsharded gradients": unsharded, "gradient shards": shards_held}
+        ends = begins | {"activations": held - freed}
+        if adds_up_whole(config) and not grown:
             begins["unsharded gradients"] = _gradients(config, local, moment.unadded, moment.summed)
             unadded = [n * (chunk != mine) for chunk, n in enumerate(moment.unadded)]
             added = moment.kind == "B" or moment.unadded[mine]
@@ -229,6 +232,13 @@ def _moments(
         found.append(begins | {"gathered weights": at_start, "workspace": workspace})
         found.append(ends | {"gathered weights": gathered, "workspace": workspace})
     return found
+
+
+def _shards_of_passes(config: Config, local: Sequence[float]) -> float:
+    """Bytes of gradient shards, 4 P/n, that a backward finds there: of the passes or microbatches before."""
+    passes, count = microbatches_of(config)
+    several = passes > 1 or (count > 1 and not adds_up_whole(config))
+    return 4 * sum(local) / shards(config) if several and not is_unsharded(config) else 0.0
 
 
 def _gradients(
@@ -268,15 +278,18 @@ def _reduced_width(config: Config) -> int:
 def _unsharded(config: Config, plans: list[StagePlan], local: Sequence[float]) -> tuple[float, float]:
     """Bytes of gathered weights and of unsharded gradients.
 
-    Where gradients are added up whole, torch's pipeline frees weights and reduces gradients after the last backward
-    only: a rank's stages lie gathered (a P, at most three stages) beside their gradients' sums (fp32: 4 P). Else it
-    goes block by block: under ZeRO-3 two blocks and the head are gathered, beside one unit's gradient.
+    Plain parameters are gathered nowhere, and their gradients are whole (4 P). Of sharded ones, where gradients are
+    added up whole, torch's pipeline frees weights and reduces gradients after the last backward only: a rank's stages
+    lie gathered (a P, at most three stages) beside their gradients' sums (fp32: 4 P). Else it goes block by block:
+    under ZeRO-3 two blocks and the head are gathered, beside one unit's gradient.
     """
     a = activation_width(config)
     if not adds_up_whole(config):
         units = max(local_unit(config, plan) for plan in plans)
         blocks = (1 + max(1, config.parallel.fsdp_prefetch_depth)) * block_parameters(config)
         return a * (min(sum(local), blocks + units) if reshards(config) else sum(local)), a * units
+    if is_unsharded(config):
+        return 0.0, 4 * sum(local)
     split = config.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
     active = sum(local) if split or len(local) == 1 else sum(sorted(local)[-_MOST_ACTIVE_STAGES:])
     return a * active, _reduced_width(config) * sum(local)
@@ -289,6 +302,8 @@ def adds_up_whole(config: Config) -> bool:
     ZeRO-2 and ZeRO-3 (unless weights are kept), else the last one's (parallel/fsdp.py, prepare_backward).
     """
     parallel = config.parallel
+    if is_unsharded(config):
+        return True
     each = reshards(config) or parallel.data_parallel_sharding_strategy == "optim_grads"
     return parallel.num_stages > 1 or not (each or microbatches_of(config) == (1, 1))
 

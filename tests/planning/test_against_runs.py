@@ -121,6 +121,11 @@ SMALL = {
     "layout",
     [
         {"pp": 2, "chunks": 2, "schedule": "zbv"},
+        {},
+        slow({"microbatches": 1}),
+        slow({"pp": 2}),
+        slow({"pp": 2, "microbatches": 8, "max_microbatches_per_step": 4}),
+        slow({"pp": 2, "dp": 2, "microbatches": 8, "max_microbatches_per_step": 4}),
         slow({"dp": 2}),
         slow({"tp": 2, "sequence_parallel": True, "dp": 2}),
         slow({"pp": 2, "dp": 2, "chunks": 2}),

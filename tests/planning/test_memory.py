@@ -8,7 +8,8 @@ from megatron_lite.parallel.partition import stages_of_rank
 from megatron_lite.parallel.schedule import build_schedule, peak_in_flight
 from megatron_lite.planning.activations import block_activations, stage_activations
 from megatron_lite.planning.memory import activations_in_flight, rank_memory, stages_of
-from tests.planning.layouts import config
+from tests.planning.layouts import SMALL, config, layout
+from tools.plan import read_model
 
 MATRICES = 2048 * (2048 + 2 * 1024) + 2048 * 2048 + 3 * 2048 * 5632
 NORMS = 2 * 2048
@@ -34,6 +35,22 @@ def test_states_are_the_closed_forms_of_zero_3():
     assert many["parameters"] == 4 * TOTAL / 64 and many["optimizer state"] == 8 * TOTAL / 64
     copies = parts(num_gpus=64, num_distributed_optimizer_instances=8)
     assert copies["parameters"] == 4 * TOTAL / 8
+
+
+def test_plain_parameters_are_gathered_nowhere_and_never_copied():
+    """One process in fp32 leaves fully_shard out: 4 P of weights, 8 P of averages, 4 P of gradients, no other copy."""
+    fp32 = [word for word in SMALL if word != "--bf16"]
+    found = rank_memory(layout().applied_to(read_model(fp32), 1))[0].parts
+    assert found["parameters"] == 4 * TOTAL and found["optimizer state"] == 8 * TOTAL
+    assert found["gathered weights"] == 0 and found.get("gradient shards", 0) == 0
+    assert found["unsharded gradients"] <= 4 * TOTAL
+
+
+def test_a_second_pass_finds_the_first_ones_gradient_shards():
+    values = {"num_gpus": 4, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+    one, several = (rank_memory(config(**values, max_microbatches_per_step=n))[0] for n in (128, 64))
+    held = {name: several.parts.get(name, 0) - one.parts.get(name, 0) for name in one.parts}
+    assert held["gradient shards"] == pytest.approx(one.parts["parameters"])
 
 
 def test_tensor_ranks_cut_matrices_and_vocabulary_but_not_norms():
