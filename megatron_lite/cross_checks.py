@@ -13,6 +13,7 @@ from megatron_lite.input_checks import (
     check_not_empty,
     missing_files,
 )
+from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.partition import check_split
 from megatron_lite.parallel.schedule import (
     SPLIT_BACKWARD_SCHEDULES,
@@ -61,6 +62,7 @@ def check_config(config: Config) -> list[str]:
         _check_model,
         _check_world,
         _check_tensor_and_context,
+        _check_vocabulary,
         _check_recompute,
         _check_precision,
         check_length,
@@ -167,6 +169,14 @@ def _check_tensor_and_context(config: Config) -> None:
                 f"--num-query-groups {model.num_query_groups} / --tensor-model-parallel-size {tensor} = {heads} does "
                 "not divide"
             )
+
+
+def _check_vocabulary(config: Config) -> None:
+    """Refuse a padded vocabulary that tensor ranks cannot share, before the tokenizer is read where flags tell it."""
+    size = known_vocabulary(config)
+    # A run's tokenizer may be larger than --vocab-size; a plan takes the flag's word.
+    if size is not None and (config.command.planning or config.data.tokenizer_type == "NullTokenizer"):
+        with_vocabulary(config, size)
 
 
 def _check_recompute(config: Config) -> None:

@@ -25,11 +25,10 @@ from megatron_lite.data.command_line import Parser, number, run
 from megatron_lite.environment import Environment
 from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.model_flags import command_line_of, read_model_config
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.schedule import SCHEDULES
 from megatron_lite.planning.devices import DEVICES, GIB, Cluster, Device, custom_device
 from megatron_lite.planning.search import RECOMPUTE, Found, Layout, Plan, nothing_fits, search
-from megatron_lite.training.run_report import KNOWN_VOCABULARIES
 
 CUSTOM = ("gpu_memory_gb", "gpu_tflops", "nvlink_gb_s", "network_gb_s")
 TEXTS = {
@@ -146,10 +145,7 @@ def read_model(flags: Sequence[str]) -> Config:
         )
     if "global_batch_size" not in config.given and config.training.step_batch_size_schedule is None:
         raise ConfigError("--global-batch-size is needed: without it the batch would grow with the GPUs")
-    size = config.model.vocab_size
-    if size is not None and config.data.tokenizer_type == "NullTokenizer":
-        size += 1  # its end of document
-    size = size or config.model.padded_vocab_size or KNOWN_VOCABULARIES.get(config.data.tokenizer_type)
+    size = known_vocabulary(config)
     if size is None:
         raise ConfigError("the size of the vocabulary is not known from the flags: add --vocab-size N")
     return with_vocabulary(config, size)

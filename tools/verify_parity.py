@@ -21,7 +21,7 @@ from megatron_lite.arguments import parse_or_exit
 from megatron_lite.config import Config, PrecisionConfig
 from megatron_lite.data.command_line import Parser, number
 from megatron_lite.environment import Environment
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.miniature import VOCABULARY, describe_change, miniature
 
 TOLERANCES = {"fp32": 1e-5, "keep": 5e-2}
@@ -94,7 +94,7 @@ class Row:
 
 def with_any_vocabulary(config: Config) -> Config:
     """The config with a vocabulary size: tokens are random here, and no tokenizer is read."""
-    return with_vocabulary(config, config.model.vocab_size or VOCABULARY)
+    return with_vocabulary(config, known_vocabulary(config) or VOCABULARY)
 
 
 def comparable(config: Config, precision: str) -> Config:

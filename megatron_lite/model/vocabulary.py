@@ -4,6 +4,17 @@ from dataclasses import replace
 
 from megatron_lite.config import Config, ConfigError, ModelConfig
 
+# Vocabularies that the tokenizer's type alone tells.
+KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+
+
+def known_vocabulary(config: Config) -> int | None:
+    """The true size of the vocabulary as far as the flags alone tell it; None where the tokenizer's files decide."""
+    kind, size = config.data.tokenizer_type, config.model.vocab_size
+    if size is not None:
+        return size + 1 if kind == "NullTokenizer" else size  # its end of document
+    return config.model.padded_vocab_size or KNOWN_VOCABULARIES.get(kind)
+
 
 def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
     """The rows of the embedding for a true vocabulary of vocab_size tokens.

@@ -24,7 +24,7 @@ from megatron_lite.distributed import seed_everything
 from megatron_lite.mesh import ParallelMesh, build_mesh
 from megatron_lite.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Batch, Pipeline, pass_sizes
@@ -49,7 +49,6 @@ from megatron_lite.training.loop import Trainer
 from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.lr_schedule import Schedule
 from megatron_lite.training.optimizer import build_optimizer, named_state
-from megatron_lite.training.run_report import KNOWN_VOCABULARIES
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 
@@ -149,13 +148,12 @@ def prepare(config: Config) -> tuple[Config, list[str]]:
 
 def _vocabulary(config: Config) -> int:
     """The tokenizer's size, or where its files cannot be read what the flags tell."""
-    model = config.model
     try:
         if config.data.tokenizer_type is not None:
-            return build_tokenizer(config.data, model.vocab_size).vocab_size
+            return build_tokenizer(config.data, config.model.vocab_size).vocab_size
     except ConfigError:
         pass
-    size = model.vocab_size or KNOWN_VOCABULARIES.get(config.data.tokenizer_type) or model.padded_vocab_size
+    size = known_vocabulary(config)
     if size is None:
         raise ConfigError("--dry-run does not know the size of the vocabulary: add --vocab-size N")
     return size

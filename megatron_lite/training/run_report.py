@@ -2,7 +2,7 @@
 
 from megatron_lite.config import Config
 from megatron_lite.model.costs import ModelCosts, model_costs
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.partition import (
     StagePlan,
     describe,
@@ -23,8 +23,6 @@ from megatron_lite.training.batch_size import BatchSchedule
 from megatron_lite.training.flops import flops_per_step
 from megatron_lite.training.lr_schedule import Schedule
 
-# Vocabularies that the tokenizer's type alone tells.
-KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 # fp32 weight, gradient, and Adam's two averages (sgd and muon keep less).
 _BYTES_PER_PARAMETER = 16
 _MOST_ACTIONS = 400_000
@@ -50,18 +48,14 @@ def describe_run(config: Config) -> str:
 
 def _with_known_vocabulary(config: Config) -> tuple[Config, str]:
     """The config with a padded vocabulary, as far as the flags alone tell it, and a line about it."""
-    kind, size = config.data.tokenizer_type, config.model.vocab_size
-    if kind == "NullTokenizer" and size is not None:
-        size += 1  # its end of document
-    assumed = size is None and config.model.padded_vocab_size is None
-    if size is None:
-        size = config.model.padded_vocab_size or KNOWN_VOCABULARIES.get(kind)
+    size = known_vocabulary(config)
+    assumed = config.model.vocab_size is None and config.model.padded_vocab_size is None
     if size is None:
         # Rows that are not there: the tokenizer's files, which a check does not open, decide about them.
         config = with_vocabulary(config, 0)
         return config, "set by the tokenizer, not known here (--vocab-size N): counted as 0 below"
     config = with_vocabulary(config, size)
-    origin = f" ({kind}'s own)" if assumed else ""
+    origin = f" ({config.data.tokenizer_type}'s own)" if assumed else ""
     return config, f"{size:,} tokens{origin}, padded to {config.model.padded_vocab_size:,}"
 
 
