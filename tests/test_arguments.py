@@ -247,7 +247,11 @@ LAYOUT_ERRORS = [
     (8, "--tensor-model-parallel-size 3", "8 processes do not divide by --tensor-model-parallel-size 3 x "),
     (2, "--tensor-model-parallel-size 2 --num-attention-heads 5 --hidden-size 40", "--num-attention-heads 5"),
     (2, "--tensor-model-parallel-size 2 --ffn-hidden-size 31", "--ffn-hidden-size 31 does not divide"),
-    (4, "--tensor-model-parallel-size 4 --vocab-size 61 --make-vocab-size-divisible-by 1", "vocabulary 62 does"),
+    (
+        4,
+        "--tensor-model-parallel-size 4 --vocab-size 61 --make-vocab-size-divisible-by 1",
+        "vocabulary 62 does",
+    ),
     (2, "--context-parallel-size 2 --seq-length 30", "twice --context-parallel-size 2 = 4"),
     (8, "--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size 8 is more than --num-layers 4"),
     (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --global-batch-size 2", "can run: 4"),
