@@ -171,13 +171,7 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], every: list[St
         "optimizer state": sum(optimizer_bytes(config, plan) for plan in plans),
         "receive buffers": _receive_buffers(config, plans, every),
     }
-    at_end = {"gathered weights": gathered, "unsharded gradients": unsharded}
-    if not is_unsharded(config):
-        at_end["workspace"] = _reduced_width(config) * max(local_unit(config, plan) for plan in plans)
-        at_end["gradient shards"] = parameters
-        if adds_up_whole(config):  # a second pass reduces into others beside the first one's
-            at_end["gradient shards"] += _shards_of_passes(config, local)
-    candidates = [at_end]
+    candidates = [_at_reduction(config, plans, local, gathered, unsharded)]
     candidates += _moments(config, rank, plans, local, gathered, unsharded)
     parts = kept | max(candidates, key=lambda moment: sum(moment.values()))
     host = 0.0
@@ -186,6 +180,27 @@ def _memory_of(config: Config, rank: int, plans: list[StagePlan], every: list[St
         if "gradient shards" in parts:
             parts["gradient shards"] = 0.0
     return RankMemory(rank, parts, host)
+
+
+def _at_reduction(
+    config: Config, plans: list[StagePlan], local: Sequence[float], gathered: float, unsharded: float
+) -> dict[str, float]:
+    """What lies beside the states when the gradients of a step or microbatch are reduced; plain ones are not."""
+    found = {"gathered weights": gathered, "unsharded gradients": unsharded}
+    if is_unsharded(config):
+        return found
+    unit, whole = max(local_unit(config, plan) for plan in plans), adds_up_whole(config)
+    found["workspace"] = _reduced_width(config) * unit
+    found["gradient shards"] = 4 * sum(local) / shards(config)
+    if whole and (shards(config) == 1 or config.parallel.num_stages == 1):
+        found["gradient shards"] = 4 * unit / shards(config)  # a unit's whole gradients go as its shards come
+    if whole:  # a second pass reduces into others beside the first one's
+        found["gradient shards"] += _shards_of_passes(config, local)
+    elif reshards(config) and microbatches_of(config) == (1, 1):
+        found["gathered weights"] = min(
+            gathered, _two_units(config, plans)
+        )  # all shards are there at the end only
+    return found
 
 
 def _moments(

@@ -126,6 +126,9 @@ SMALL = {
         slow({"pp": 2}),
         slow({"pp": 2, "microbatches": 8, "max_microbatches_per_step": 4}),
         slow({"pp": 2, "dp": 2, "microbatches": 8, "max_microbatches_per_step": 4}),
+        slow({"dp": 2, "data_parallel_sharding_strategy": "no_shard", "micro_batch_size": 1}),
+        slow({"dp": 2, "microbatches": 1, "micro_batch_size": 1}),
+        slow({"tp": 2, "pp": 2, "micro_batch_size": 1}),
         slow({"dp": 2}),
         slow({"tp": 2, "sequence_parallel": True, "dp": 2}),
         slow({"pp": 2, "dp": 2, "chunks": 2}),
@@ -144,7 +147,7 @@ SMALL = {
 )
 def test_agrees_with_what_a_real_run_holds(layout):
     """Within 10% of the bytes measured on gloo ranks: states, and the peak of a step."""
-    config = make_config(**layout, model=SMALL, micro_batch_size=8)
+    config = make_config(**{"micro_batch_size": 8} | layout, model=SMALL)
     real = run_ranks(_measure, config.parallel.world_size, config, layout.get("microbatches", 4), init=True)
     planned = rank_memory(config)
     size = config.parallel.pipeline_model_parallel_size
