@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--config", action="store_true", help="every stored flag that is not None, False or empty"
     )
-    parser.add_argument("--verify", action="store_true", help="compute every file's sha256")
+    parser.add_argument("--verify", action="store_true", help="compute every file's hash")
     parser.add_argument(
         "--diff", metavar="OTHER", help="compare with another checkpoint: flags, state, values"
     )
@@ -120,9 +120,8 @@ def verify(reader: CheckpointReader) -> int:
     ]
     for text in damage:
         print(f"damaged    {text}")
-    print(
-        f"verified   {len(manifest.files) - len(damage):,} of {len(manifest.files):,} files have their sha256"
-    )
+    whole, number = len(manifest.files) - len(damage), len(manifest.files)
+    print(f"verified   {whole:,} of {number:,} files have their {manifest.algorithm}")
     return 1 if damage else 0
 
 

@@ -5,7 +5,7 @@ in `megatron_lite.checkpoint.checkpointer` (Checkpointer: save, async save, load
 `megatron_lite.checkpoint.reading` (read and write a checkpoint in one process).
 
     SAVE/latest_checkpointed_iteration.txt   "10": the pointer, written last
-    SAVE/iter_0000010/manifest.json          every file below with its size and sha256; written after them
+    SAVE/iter_0000010/manifest.json          every file below with its size and hash; written after them
     SAVE/iter_0000010/config.json            the whole configuration of the run
     SAVE/iter_0000010/train_state.json       iteration, consumed samples, schedule, layout
     SAVE/iter_0000010/tokenizer/             the tokenizer's files

@@ -168,11 +168,10 @@ class Checkpointer:
 
         def compare() -> bool | None:
             parent, name = parent_of(found.path)
-            files = read_manifest(storage_for(parent), name).files
-            kept = {entry.sha256 for path, entry in files.items() if _decides_ids(path)}
-            ours = {
-                entry_of(data).sha256 for path, data in self._tokenizer_files.items() if _decides_ids(path)
-            }
+            manifest = read_manifest(storage_for(parent), name)
+            kept = {entry.hash for path, entry in manifest.files.items() if _decides_ids(path)}
+            files = {path: data for path, data in self._tokenizer_files.items() if _decides_ids(path)}
+            ours = {entry_of(data, manifest.algorithm).hash for data in files.values()}
             return kept == ours if kept and ours else None
 
         return self._ranks.first(compare)
@@ -300,7 +299,8 @@ class Checkpointer:
             elif kept.dtype != tensor.dtype:
                 text = f"{name} is {_dtype(kept.dtype)}, wanted {_dtype(tensor.dtype)}"
                 (wider if torch.promote_types(kept.dtype, tensor.dtype) == tensor.dtype else wrong).add(text)
-        missing, wrong, wider = (sorted(set().union(*self._ranks.gather(s))) for s in (missing, wrong, wider))
+        found = self._ranks.gather((missing, wrong, wider))
+        missing, wrong, wider = (sorted(set().union(*sets)) for sets in zip(*found, strict=True))
         if missing:
             optimizer_only = all(name.startswith(OPTIMIZER_PREFIX) for name in missing)
             way = "; --no-load-optim starts the optimizer's state anew" if optimizer_only else ""

@@ -1,7 +1,6 @@
 """Tensors into a folder in the format of torch.distributed.checkpoint (DCP), every file hashed as it is written."""
 
 import errno
-import hashlib
 import math
 import os
 import sys
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_lite.checkpoint.manifest import FileEntry
+from megatron_lite.checkpoint.manifest import FileEntry, new_digest
 from megatron_lite.checkpoint.pieces import Piece
 from megatron_lite.checkpoint.storage import Storage
 
@@ -45,7 +44,7 @@ def save_pieces(
     """
     writer = _Writer(storage, folder)
     planner = _Planner(storage.free_bytes())
-    # The manifest holds a sha256 of every file; zip's own checksum would be computed on top, at half the speed.
+    # The manifest holds a hash of every file; zip's own checksum would be computed on top, at a third of its speed.
     with torch.utils.serialization.config.patch("save.compute_crc32", False):
         dcp.save(pieces, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     return writer.fs.entries
@@ -180,7 +179,7 @@ class _Files(FileSystemBase):
 
 
 class _HashedFile:
-    """A file being written whose sha256 is known when it is closed.
+    """A file being written whose hash is known when it is closed.
 
     Writing, hashing and bringing bytes to the disk run side by side, so that together they take as long as the
     slowest of them.
@@ -189,7 +188,7 @@ class _HashedFile:
     def __init__(self, storage: Storage, path: str) -> None:
         self._file = storage.open(path, "wb")
         self._local = not storage.remote
-        self._digest = hashlib.sha256()
+        self._digest = new_digest()
         self._hasher, self._syncer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._syncs: list[Future[None]] = []
         self._size = self._unsynced = 0

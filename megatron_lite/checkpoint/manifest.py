@@ -1,9 +1,16 @@
-"""The manifest of a checkpoint folder: every other file's size and sha256. A folder without one does not count."""
+"""The manifest of a checkpoint folder: every other file's size and hash. A folder without one does not count.
+
+The hash is XXH3 (128 bits, https://github.com/Cyan4973/xxHash): it finds damage and keeps up with the disk, which
+sha256 does not. It is no proof against forgery; nor is anything else that lies in the folder beside the data.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
 
 from megatron_lite.checkpoint.storage import Storage
 
@@ -11,16 +18,30 @@ MANIFEST = "manifest.json"
 CONFIG, TRAIN_STATE, METADATA = "config.json", "train_state.json", ".metadata"
 TOKENIZER = "tokenizer"  # folder of the tokenizer's files
 REQUIRED = (CONFIG, TRAIN_STATE, METADATA)
-VERSION = 1
+VERSION = 2
+HASH = "xxh3_128"
 _BLOCK = 8 << 20
+
+
+class Digest(Protocol):
+    """What hashlib and xxhash have in common."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+# Version 1 of the manifest had sha256.
+_DIGESTS: dict[str, Callable[[], Digest]] = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
+_HASH_OF_VERSION = {1: "sha256", VERSION: HASH}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file was when it was written."""
+    """What a file was when it was written: bytes, hex digest."""
 
     size: int
-    sha256: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -29,10 +50,12 @@ class Manifest:
 
     iteration: int
     files: dict[str, FileEntry]
+    algorithm: str = HASH
 
     def to_bytes(self) -> bytes:
-        """JSON."""
-        files = {name: asdict(entry) for name, entry in sorted(self.files.items())}
+        """JSON of the present version."""
+        assert self.algorithm == HASH
+        files = {name: {"size": entry.size, HASH: entry.hash} for name, entry in sorted(self.files.items())}
         return json.dumps(
             {"version": VERSION, "iteration": self.iteration, "files": files}, indent=1
         ).encode()
@@ -42,9 +65,16 @@ class IncompleteError(ValueError):
     """Why a folder does not count as a checkpoint; not an error of the run."""
 
 
-def entry_of(data: bytes) -> FileEntry:
+def new_digest(algorithm: str = HASH) -> Digest:
+    """An empty digest, to be fed."""
+    return _DIGESTS[algorithm]()
+
+
+def entry_of(data: bytes, algorithm: str = HASH) -> FileEntry:
     """The entry of a file with this content."""
-    return FileEntry(len(data), hashlib.sha256(data).hexdigest())
+    digest = new_digest(algorithm)
+    digest.update(data)
+    return FileEntry(len(data), digest.hexdigest())
 
 
 def parse_object(data: bytes) -> dict:
@@ -73,12 +103,14 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         raise IncompleteError(f"it has no {MANIFEST}")
     try:
         stored = parse_object(storage.read(path))
-        if stored["version"] != VERSION:
-            raise IncompleteError(f"its {MANIFEST} is of version {stored['version']}, wanted {VERSION}")
+        version = stored["version"]
+        if version not in _HASH_OF_VERSION:
+            raise IncompleteError(f"its {MANIFEST} is of version {version}, wanted 1 to {VERSION}")
+        algorithm = _HASH_OF_VERSION[version]
         files = {
-            str(name): FileEntry(int(e["size"]), str(e["sha256"])) for name, e in stored["files"].items()
+            str(name): FileEntry(int(e["size"]), str(e[algorithm])) for name, e in stored["files"].items()
         }
-        manifest = Manifest(int(stored["iteration"]), files)
+        manifest = Manifest(int(stored["iteration"]), files, algorithm)
     except IncompleteError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
@@ -118,20 +150,21 @@ def why_incomplete(storage: Storage, folder: str, iteration: int | None = None) 
 
 
 def why_corrupt(storage: Storage, folder: str, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """The first of the named files whose content has another sha256 than the manifest's; None when all agree."""
+    """The first of the named files whose content has another hash than the manifest's; None when all agree."""
     for name in names:
         try:
-            found = sha256_of(storage, f"{folder}/{name}")
+            found = hash_of(storage, f"{folder}/{name}", manifest.algorithm)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror or error}"
-        if found != manifest.files[name].sha256:
-            return f"{name} has sha256 {found[:12]}..., wanted {manifest.files[name].sha256[:12]}..."
+        wanted = manifest.files[name].hash
+        if found != wanted:
+            return f"{name} has {manifest.algorithm} {found[:12]}..., wanted {wanted[:12]}..."
     return None
 
 
-def sha256_of(storage: Storage, path: str) -> str:
+def hash_of(storage: Storage, path: str, algorithm: str = HASH) -> str:
     """Hex digest of a file, read in blocks."""
-    digest = hashlib.sha256()
+    digest = new_digest(algorithm)
     with storage.open(path, "rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)

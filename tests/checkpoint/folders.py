@@ -4,9 +4,11 @@ import hashlib
 import json
 from pathlib import Path
 
+import xxhash
 
-def make_checkpoint(save, step, name=None):
-    """A complete folder of this step; returns its path."""
+
+def make_checkpoint(save, step, name=None, version=2):
+    """A complete folder of this step, its manifest of this version; returns its path."""
     folder = save / (name or f"iter_{step:07d}")
     folder.mkdir(parents=True)
     files = {
@@ -17,8 +19,9 @@ def make_checkpoint(save, step, name=None):
     }
     for file, data in files.items():
         (folder / file).write_bytes(data)
-    entries = {f: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for f, d in files.items()}
-    manifest = {"version": 1, "iteration": step, "files": entries}
+    algorithm, digest = {1: ("sha256", hashlib.sha256), 2: ("xxh3_128", xxhash.xxh3_128)}[version]
+    entries = {f: {"size": len(d), algorithm: digest(d).hexdigest()} for f, d in files.items()}
+    manifest = {"version": version, "iteration": step, "files": entries}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -33,6 +36,6 @@ def is_intact(folder):
     """By the manifest's hashes, with code of its own."""
     files = json.loads(Path(folder, "manifest.json").read_text())["files"]
     return all(
-        hashlib.sha256(Path(folder, name).read_bytes()).hexdigest() == entry["sha256"]
+        xxhash.xxh3_128(Path(folder, name).read_bytes()).hexdigest() == entry["xxh3_128"]
         for name, entry in files.items()
     )

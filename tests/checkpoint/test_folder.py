@@ -51,6 +51,19 @@ def test_a_good_pointer_is_followed_without_a_word(tmp_path):
     assert find_in(str(tmp_path)).notes == ()
 
 
+def test_a_manifest_of_version_1_counts_one_of_the_future_does_not(tmp_path):
+    make_checkpoint(tmp_path, 9, version=1)
+    assert find_in(str(tmp_path)).iteration == 9
+    manifest = make_checkpoint(tmp_path, 10) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 3'))
+    found = find_in(str(tmp_path))
+    assert found.iteration == 9
+    assert any("of version 3, wanted 1 to 2" in note for note in found.notes), found.notes
+    (tmp_path / "iter_0000009" / "config.json").write_bytes(b"[]")
+    with pytest.raises(ConfigError, match="config.json has sha256"):
+        find_in(str(tmp_path))
+
+
 def test_an_older_pointer_is_followed_and_the_newer_one_named(tmp_path):
     for step in (5, 10):
         make_checkpoint(tmp_path, step)
@@ -194,8 +207,9 @@ def test_what_the_flags_ask_for(tmp_path):
     assert find_checkpoint(CheckpointConfig(save=save, load=save)) is None, (
         "the first start of a run that restarts"
     )
+    assert find_checkpoint(CheckpointConfig(load=absent)) is None, "Megatron starts from random weights"
     with pytest.raises(ConfigError, match="there is no such folder"):
-        find_checkpoint(CheckpointConfig(load=absent))
+        find_checkpoint(CheckpointConfig(load=absent, finetune=True))
     with pytest.raises(ConfigError, match="--exit-on-missing-checkpoint"):
         find_checkpoint(CheckpointConfig(save=save, load=save, exit_on_missing_checkpoint=True))
     with pytest.raises(ConfigError, match="--ckpt-step 7"):

@@ -209,7 +209,7 @@ def test_verify_integrity_finds_one_flipped_bit_and_falls_back(tmp_path):
     assert Checkpointer(plain, None, {}, {}).find().iteration == 10, "sizes alone do not show it"
     for iteration, notes in run_ranks(_verified, 2, str(tmp_path), init=True):
         assert iteration == 5
-        assert "iter_0000010 does not count: __0_0.distcp has sha256" in notes[0]
+        assert "iter_0000010 does not count: __0_0.distcp has xxh3_128" in notes[0]
 
 
 def test_elements_are_found_without_the_table_of_contents(folder):

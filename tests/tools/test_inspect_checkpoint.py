@@ -58,7 +58,7 @@ def test_it_finds_damage(tmp_path, run):
     path.write_bytes(data)
     code, out, _ = run(tmp_path, "--verify")
     assert code == 1
-    assert "damaged    __0_0.distcp has sha256" in out and "verified   3 of 4" in out
+    assert "damaged    __0_0.distcp has xxh3_128" in out and "verified   3 of 4" in out
 
 
 def test_it_shows_differences(tmp_path, run):

@@ -1,6 +1,5 @@
 """Checkpoints against the disk: a plain write and a plain read of the same bytes in the same folder."""
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.checkpoint.manifest import HASH, new_digest
 from megatron_lite.config import CheckpointConfig, Config, ParallelConfig
 from tools.benchmarks.comparison import Options, Table, cost, refuse_different, speed, take_turns
 from tools.benchmarks.ranks import run_ranks, timed
@@ -35,7 +35,7 @@ def one_table(ranks: int, megabytes: int, repeats: int) -> Table:
         seconds, facts = run_ranks(contests, ranks, folder, megabytes << 20, repeats)[0]
     rows = [
         speed("save", seconds, "plain write", at_least=0.8, note="synced, hashed, renamed"),
-        speed("save", seconds, "write, then hash", note="plain write, then sha256"),
+        speed("save", seconds, "write, then hash", note="plain write, then the manifest's hash"),
         cost("blocked by a background save", seconds, "save", at_most=0.05, note="within a step"),
         cost("copy for a background save", seconds, "save", note="blocks where no step is long enough"),
         speed("load", seconds, "plain read", at_least=0.8, note="files in the page cache"),
@@ -138,8 +138,8 @@ class State:
             os.fsync(file.fileno())
 
     def hash(self) -> str:
-        """sha256 of the same bytes."""
-        digest = hashlib.sha256()
+        """The manifest's hash of the same bytes."""
+        digest = new_digest()
         for tensor in self.tensors.values():
             digest.update(memoryview(tensor.numpy()))
         return digest.hexdigest()
@@ -179,7 +179,7 @@ class State:
         seconds = time.perf_counter() - started
         size = sum(tensor.nbytes for tensor in self.tensors.values())
         return (
-            f"sha256 of a rank's bytes alone: {seconds:.3f} s, {size / seconds / 1e9:.2f} GB/s on one core."
+            f"{HASH} of a rank's bytes alone: {seconds:.3f} s, {size / seconds / 1e9:.2f} GB/s on one core."
         )
 
 
