@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -159,6 +159,29 @@ class _Join(argparse.Action):
         setattr(namespace, self.dest, " ".join(values))
 
 
+class _Numbers(argparse.Action):
+    """A list of whole numbers, as words or in one: '[384 384 97656250]', as a YAML file has it, '2,4'.
+
+    const: (how many, or what argparse's nargs says; the flag's spelling).
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        count, flag = self.const
+        words = [word for word in re.split(r"[\s,\[\]()]+", " ".join(values)) if word]
+        if isinstance(count, int) and len(words) != count:
+            raise ConfigError(f"{flag} is '{' '.join(values)}', wanted {count} numbers")
+        try:
+            setattr(namespace, self.dest, [_whole_number(word) for word in words])
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+
+
 class _Accept(argparse.Action):
     def __call__(
         self,
@@ -189,13 +212,16 @@ def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> 
     if annotation is bool:
         group.add_argument(*names, dest=item.name, action="store_true", help=text)
         return
-    extra = {"action": _Join} if options.get("join") else {}
+    nargs, read = options.get("nargs"), _reader(annotation, options)
+    extra: dict[str, Any] = {"action": _Join} if options.get("join") else {}
+    if nargs is not None and _scalar(annotation) is int:
+        extra, nargs, read = {"action": _Numbers, "const": (nargs, names[0])}, "+", str
     group.add_argument(
         *names,
         **extra,
         dest=item.name,
-        type=_reader(annotation, options.get("parse")),
-        nargs=options.get("nargs"),
+        type=read,
+        nargs=nargs,
         choices=options.get("choices"),
         help=text,
         metavar=None if "choices" in options else _metavar(annotation),
@@ -222,9 +248,11 @@ def _scalar(annotation: Any) -> type:
     return int if "int" in text else float if "float" in text else str
 
 
-def _reader(annotation: Any, parse: str | None) -> Callable[[str], Any]:
-    if parse == "window":
+def _reader(annotation: Any, options: Mapping[str, Any]) -> Callable[[str], Any]:
+    if options.get("parse") == "window":
         return _window
+    if "synonyms" in options:
+        return lambda text: options["synonyms"].get(text, text)
     return {int: _whole_number, float: _number, str: str}[_scalar(annotation)]
 
 

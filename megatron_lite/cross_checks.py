@@ -255,10 +255,10 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError(f"--pipeline-model-parallel-size {size} is more than --num-layers {layers}")
     check_split(config)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    if group not in (None, size) and chunks > 1:
+    if group is not None and group < size and chunks > 1:
         raise ConfigError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group}: torch's interleaved schedules run groups of "
-            f"--pipeline-model-parallel-size {size}, leave it out"
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
+            f"--pipeline-model-parallel-size {size}"
         )
     batches = BatchSchedule.from_config(config)
     counts = {size // batches.samples_per_microbatch for _, size in batches.steps}
@@ -288,6 +288,11 @@ def _idle_flags(config: Config) -> list[str]:
         ),
         ("without --load", checkpoint.load, ("no_load_optim", "no_load_rng", "exit_on_missing_checkpoint")),
         (
+            "without --load",
+            checkpoint.load or checkpoint.pretrained_checkpoint,
+            ("finetune", "use_checkpoint_args"),
+        ),
+        (
             "without --position-embedding-type rope",
             rope,
             ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"),
@@ -314,6 +319,13 @@ def _idle_flags(config: Config) -> list[str]:
         for name, reason in _ALWAYS_SO.items()
         if name in config.given
     ]
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    size = config.parallel.pipeline_model_parallel_size
+    if group not in (None, size):
+        notes.append(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} does nothing: torch's interleaved schedules "
+            f"run groups of --pipeline-model-parallel-size {size}; the result is the same"
+        )
     for reason, there, names in conditions:
         idle = [f"--{name.replace('_', '-')}" for name in names if name in config.given]
         if idle and not there:

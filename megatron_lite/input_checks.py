@@ -109,17 +109,12 @@ def check_checkpoint(config: Config) -> None:
     if checkpoint.load is None:
         for name, alone in (
             ("ckpt_step", checkpoint.ckpt_step is not None),
-            ("finetune", checkpoint.finetune and checkpoint.pretrained_checkpoint is None),
-            (
-                "use_checkpoint_args",
-                checkpoint.use_checkpoint_args and checkpoint.pretrained_checkpoint is None,
-            ),
             ("ckpt_convert_format", checkpoint.ckpt_convert_format is not None),
         ):
             if alone:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --load: it says which checkpoint")
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
-    if retain is not None and (interval is None or retain % interval):
+    if retain is not None and (not interval or retain % interval):
         raise ConfigError(
             f"--save-retain-interval {retain} has to be a multiple of --save-interval, which is "
             f"{interval if interval is not None else 'not given'}"

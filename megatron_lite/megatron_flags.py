@@ -26,6 +26,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--encoder-num-layers": ("--num-layers",),
     "--pad-vocab-size-to": ("--padded-vocab-size",),
     "--tokenizer-name-or-path": ("--tokenizer-model",),
+    "--tokenizer-library": ("--tokenizer-type",),
 }
 
 # Switches that set other fields: flag -> {field: value}.
@@ -62,6 +63,7 @@ _ACCEPTED: dict[str, str] = {
     "FSDP2 shards weights, gradients and optimizer state, and overlaps its communication, by itself": (
         "--use-distributed-optimizer --use-torch-fsdp2 --use-megatron-fsdp --overlap-grad-reduce "
         "--overlap-param-gather --overlap-param-gather-with-optimizer-step --ddp-average-in-collective "
+        "--use-contiguous-parameters-in-local-ddp --megatron-fsdp-version= "
         "--ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --no-delay-grad-reduce "
         "--delay-grad-reduce --delay-param-gather --align-grad-reduce --no-align-grad-reduce --align-param-gather "
         "--no-align-param-gather --fsdp-double-buffer --fsdp-manual-registration --suggested-communication-unit-size= "
@@ -83,7 +85,8 @@ _ACCEPTED: dict[str, str] = {
         "--use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --no-masked-softmax-fusion "
         "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
         "--no-persist-layer-norm --no-gradient-accumulation-fusion --cross-entropy-fusion-impl= "
-        "--apply-rope-fusion --use-fused-rmsnorm --use-rotary-position-embeddings-fusion --use-te-activation-func "
+        "--apply-rope-fusion --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
+        "--use-rotary-position-embeddings-fusion --use-te-activation-func "
         "--memory-efficient-layer-norm --no-memory-efficient-layer-norm --fused-residual-rmsnorm "
         "--use-transformer-engine-op-fuser --use-fused-weighted-squared-relu --no-te-rms-norm"
     ),
@@ -105,7 +108,7 @@ _ACCEPTED: dict[str, str] = {
         "--use-ring-exchange-p2p --pipeline-model-parallel-comm-backend= --batch-p2p-communication "
         "--no-batch-p2p-comm --deallocate-pipeline-outputs --no-deallocate-pipeline-outputs --delay-wgrad-compute"
     ),
-    "NCCL on GPUs, gloo on CPUs": "--distributed-backend=nccl|gloo",
+    "NCCL on GPUs, gloo on CPUs": "--distributed-backend=nccl|nccl2|gloo",
     "process groups and NCCL are set up by torch": (
         "--disable-gloo-process-groups --enable-gloo-process-groups --high-priority-stream-groups=* --use-nccl-ub "
         "--nccl-ub --nccl-communicator-config-path= --use-sharp --sharp-enabled-group= "

@@ -290,7 +290,8 @@ def _complete_training(config: Config) -> Config:
     size = size or training.micro_batch_size * max(1, config.parallel.data_parallel_size)
     config = _with(config, "training", global_batch_size=size)
     evaluation = config.evaluation.eval_global_batch_size or size
-    return _noted(_with(config, "evaluation", eval_global_batch_size=evaluation), notes)
+    batches = max(0, config.evaluation.eval_iters)
+    return _noted(_with(config, "evaluation", eval_global_batch_size=evaluation, eval_iters=batches), notes)
 
 
 def _complete_checks(config: Config) -> Config:

@@ -444,6 +444,32 @@ SCRIPTS: dict[str, tuple[int, str]] = {
         f"""{CI} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1 --num-layers 13
         --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 3""",
     ),
+    "release_15b": (
+        64,
+        """--distributed-timeout-minutes 60 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
+        --num-layers-per-virtual-pipeline-stage 8 --microbatch-group-size-per-virtual-pipeline-stage 4
+        --sequence-parallel --use-distributed-optimizer --tp-comm-overlap --disable-bias-linear --micro-batch-size 4
+        --rampup-batch-size [384 384 97656250] --global-batch-size 1152 --train-samples 19531250 --manual-gc
+        --cross-entropy-loss-fusion --tokenizer-library sentencepiece --tokenizer-model nemotron_2_256k.model
+        --data-path 0.3 a_text_document 0.7 b_text_document --split 99,1,0 --no-mmap-bin-files
+        --apply-layernorm-1p --untie-embeddings-and-output-weights --position-embedding-type rope
+        --rotary-percent 0.5 --squared-relu --num-layers 32 --hidden-size 6144 --num-attention-heads 48
+        --group-query-attention --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096
+        --attention-dropout 0.0 --hidden-dropout 0.0 --weight-decay 0.1 --lr-decay-samples 1949218748
+        --lr-warmup-samples 3906252 --lr 4.5e-4 --min-lr 4.5e-5 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
+        --lr-decay-style cosine --eval-iters 32 --eval-interval 2000 --save ckpt --load elsewhere
+        --save-interval 1000 --save-retain-interval 5000 --init-method-std 0.0134 --bf16 --exit-interval 13000""",
+    ),
+    "rocm_llama3_70b_resume": (
+        8,
+        f"""{LLAMA} --tensor-model-parallel-size 8 --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672
+        --num-attention-heads 64 --group-query-attention --num-query-groups 8 --seq-length 2048
+        --max-position-embeddings 131072 --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr 1e-4
+        --min-lr 1e-5 --lr-decay-iters 320000 --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --mock-data
+        --dataloader-type cyclic --eval-interval 320000 --eval-iters 10 --no-save-optim --no-save-rng --eval-iters -1
+        --exit-interval 0 --use-contiguous-parameters-in-local-ddp --finetune --no-load-optim --no-load-rng
+        --recompute-num-layers 80 --recompute-granularity full --recompute-method block --wandb-project=LLama""",
+    ),
     "ci_hsdp_fsdp2": (
         8,
         f"""{CI} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params

@@ -15,7 +15,6 @@ from megatron_lite.arguments import (
     flag_of,
     parse_arguments,
     parse_or_exit,
-    with_checkpoint_config,
 )
 from megatron_lite.config import CONCERNS, Config, ConfigError
 from megatron_lite.environment import Environment
@@ -223,7 +222,6 @@ ERRORS = [
     ("--tokenizer-type GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer needs --vocab-file"),
     ("--tokenizer-model none.model", "--tokenizer-model: there is no none.model (a local file"),
     ("--ckpt-step 5", "--ckpt-step needs --load"),
-    ("--use-checkpoint-args --finetune", "needs --load"),
     ("--save-interval 2 --save-retain-interval 3", "has to be a multiple of --save-interval, which is 2"),
     ("--ckpt-convert-format torch --load x", "needs --ckpt-convert-save"),
     ("--profile --profile-step-end 5 --profile-step-start 5", "--profile-step-end 5 is not after"),
@@ -232,14 +230,20 @@ ERRORS = [
 ]
 
 
+def test_numbers_may_come_in_one_word_and_in_brackets():
+    """As a launcher passes on a list of a YAML file."""
+    base = [word for word in BASE.split() if word not in ("--train-iters", "10")]
+    for given in (["2", "2", "12"], ["[2 2 12]"], ["[2,", "2,", "12]"], ["2,2,12"]):
+        words = [*base, "--train-samples", "40", "--global-batch-size", "8", "--rampup-batch-size", *given]
+        assert parse_arguments(words, Environment()).training.rampup_batch_size == (2, 2, 12)
+    for given in (["2", "2"], ["2 2 x"]):
+        with pytest.raises(ConfigError, match="--rampup-batch-size"):
+            parse_arguments([*base, "--rampup-batch-size", *given], Environment())
+
+
 @pytest.mark.parametrize(("words", "text"), ERRORS)
 def test_an_error_is_one_sentence_with_the_flag(words, text):
-    if "--use-checkpoint-args" in words:
-        with pytest.raises(ConfigError) as error:
-            with_checkpoint_config(config_of(words), None)
-        message = str(error.value)
-    else:
-        message = error_of(words)
+    message = error_of(words)
     assert text in message and "\n" not in message and len(message) < 300
 
 

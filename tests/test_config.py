@@ -201,9 +201,9 @@ CONTRADICTIONS = [
     ),
     (
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4 "
-        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        "--microbatch-group-size-per-virtual-pipeline-stage 1",
         2,
-        ["--microbatch-group-size-per-virtual-pipeline-stage 4"],
+        ["--microbatch-group-size-per-virtual-pipeline-stage 1 is less"],
     ),
     (
         "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4 --global-batch-size 2",
@@ -220,7 +220,6 @@ CONTRADICTIONS = [
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, ["GPT2BPETokenizer needs --merge-file"]),
     ("--tokenizer-type HuggingFaceTokenizer", 1, ["HuggingFaceTokenizer needs --tokenizer-model"]),
     ("--ckpt-step 5", 1, ["--ckpt-step needs --load"]),
-    ("--finetune", 1, ["--finetune needs --load"]),
     ("--save s --save-interval 10 --save-retain-interval 15", 1, ["--save-retain-interval 15", "is 10"]),
     (
         "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
@@ -334,6 +333,11 @@ def test_prefixes(words, prefixes):
     [
         ("--save-interval 5 --async-save", "--save-interval, --async-save do nothing without --save"),
         ("--no-load-rng", "--no-load-rng does nothing without --load"),
+        ("--finetune", "--finetune does nothing without --load"),
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 4",
+            "--microbatch-group-size-per-virtual-pipeline-stage 4 does nothing: torch's",
+        ),
         ("--rotary-base 5e5", "--rotary-base does nothing without --position-embedding-type rope"),
         ("--loss-scale 8", "--loss-scale does nothing without --fp16"),
         ("--num-query-groups 2", "--num-query-groups 2 is not read without --group-query-attention"),

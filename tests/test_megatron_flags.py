@@ -157,6 +157,12 @@ OLD = {
     },
     "--optimizer dist_muon": {"optimizer.optimizer": "muon"},
     "--override-opt-param-scheduler": {"optimizer.override_opt_param_scheduler": True},
+    "--exit-interval 0": {"training.exit_interval": 0},
+    "--save s --save-interval 0": {"checkpoint.save": "s", "checkpoint.save_interval": 0},
+    "--eval-iters -1": {"evaluation.eval_iters": 0},
+    "--distributed-backend nccl2 --megatron-fsdp-version 2 --use-contiguous-parameters-in-local-ddp": {},
+    "--tokenizer-library null": {},
+    "--iterations-to-skip [3,4]": {"training.iterations_to_skip": [3, 4]},
 }
 
 
@@ -173,10 +179,24 @@ def test_old_spellings(words):
     assert changed == OLD[words]
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("--tokenizer-library sentencepiece", "GPTSentencePieceTokenizer"),
+        ("--tokenizer-library huggingface", "HuggingFaceTokenizer"),
+        ("--tokenizer-type Llama3Tokenizer", "HuggingFaceTokenizer"),
+        ("--tokenizer-type PretrainedFromHF", "HuggingFaceTokenizer"),
+    ],
+)
+def test_other_names_of_a_tokenizer(words, kind):
+    data = config_of(*words.split(), "--tokenizer-name-or-path", "m", "--check").data
+    assert (data.tokenizer_type, data.tokenizer_model) == (kind, "m")
+
+
 def test_accepted_values_that_would_change_something_are_refused():
     for words, wanted in (
         ("--expert-model-parallel-size 4", "only 1"),
-        ("--distributed-backend mpi", "nccl, gloo"),
+        ("--distributed-backend mpi", "nccl, nccl2, gloo"),
         ("--exp-avg-dtype bf16", "only fp32"),
         ("--tensor-parallel-num-weight-shards 2", "--tensor-model-parallel-size, which is 1"),
     ):

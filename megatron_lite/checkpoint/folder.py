@@ -55,9 +55,9 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
     found = None
     if config.load:
         storage = storage_for(config.load)
-        # A first start with --load and --save on the same folder is how runs that restart are written.
-        if not storage.is_folder() and not (config.load == config.save or config.pretrained_checkpoint):
-            raise ConfigError(f"--load {config.load}: there is no such folder")
+        # A first start with --load and no folder yet is how runs that restart are written; --finetune is none.
+        if config.finetune and not storage.is_folder() and not config.pretrained_checkpoint:
+            raise ConfigError(f"--load {config.load}: there is no such folder, which --finetune starts from")
         found = find_in(config.load, config.ckpt_step, rejected)
     if found is None and config.pretrained_checkpoint:
         found = find_in(config.pretrained_checkpoint, None, rejected, flag="--pretrained-checkpoint")

@@ -45,6 +45,19 @@ class DataConfig:
             "TikTokenizer",
             "NullTokenizer",
         ),
+        synonyms={
+            "Llama3Tokenizer": "HuggingFaceTokenizer",
+            "MistralTokenizer": "HuggingFaceTokenizer",
+            "HFTokenizer": "HuggingFaceTokenizer",
+            "PretrainedFromHF": "HuggingFaceTokenizer",
+            # the words of --tokenizer-library
+            "huggingface": "HuggingFaceTokenizer",
+            "sentencepiece": "GPTSentencePieceTokenizer",
+            "tiktoken": "TikTokenizer",
+            "megatron": "GPT2BPETokenizer",
+            "null": "NullTokenizer",
+            "null-text": "NullTokenizer",
+        },
     )
     tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
     vocab_file: str | None = flag(None, "GPT-2 vocab.json")

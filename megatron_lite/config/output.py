@@ -11,7 +11,7 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "folder to save in")
     load: str | None = flag(None, "folder to load from")
-    save_interval: int | None = flag(None, "steps between saves", minimum=1)
+    save_interval: int | None = flag(None, "steps between saves; 0 = only at the end", minimum=0)
     save_retain_interval: int | None = flag(None, "keep only multiples of this and the newest", minimum=1)
     keep_last: int | None = flag(None, "ours: keep only the newest N checkpoints", minimum=1)
     async_save: bool = flag(False, "write in the background")

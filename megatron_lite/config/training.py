@@ -24,7 +24,9 @@ class TrainingConfig:
     train_iters: int | None = flag(None, "steps", minimum=0)
     train_samples: int | None = flag(None, "samples, instead of steps", minimum=0)
     seed: int = flag(1234, "weights, dropout and data order", minimum=0, maximum=2**32 - 1)
-    exit_interval: int | None = flag(None, "stop, saved, when the step is a multiple of this", minimum=1)
+    exit_interval: int | None = flag(
+        None, "stop, saved, when the step is a multiple of this; 0 = off", minimum=0
+    )
     exit_duration_in_mins: int | None = flag(None, "stop, saved, after this many minutes", minimum=0)
     exit_signal_handler: bool = flag(False, "on SIGTERM finish the step, save, stop")
     skip_train: bool = flag(False, "only evaluate")
@@ -99,6 +101,6 @@ class EvaluationConfig:
     """Validation and test."""
 
     eval_interval: int | None = flag(None, "steps between validations", minimum=1)
-    eval_iters: int = flag(100, "batches of one validation; 0 = off", minimum=0)
+    eval_iters: int = flag(100, "batches of one validation; 0 or -1 = off", minimum=-1)
     eval_global_batch_size: int | None = flag(None, "samples of one; default --global-batch-size", minimum=1)
     full_validation: bool = flag(False, "the whole validation set each time")
