@@ -70,7 +70,7 @@ class Config:
             kinds = get_type_hints(concern)
             unknown += [f"{name}.{key}" for key in values if key not in known]
             for key in values.keys() & known.keys():
-                check_stored(f"{name}.{key}", values[key], known[key], kinds[key])
+                check_stored(f"the stored configuration's {name}.{key}", values[key], known[key], kinds[key])
             parts[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         if unknown:
             raise ConfigError(

@@ -24,14 +24,15 @@ def flag(default: Any, text: str, **options: Any) -> Any:
     """A field that is a flag.
 
     Options: choices; nargs; minimum (default 0; None = any), maximum, above (exclusive minimum);
-    spelling and aliases where the name alone does not give the flag; parse (a named parser of
+    spelling and aliases where the name alone does not give the flag; synonyms
+    {other word: the choice it stands for}; parse (a named parser of
     megatron_lite.arguments) for values that are neither a word nor a number; no_effect (why it does nothing here).
     """
     return field(default=default, metadata={"help": text, **options})
 
 
 def check_stored(name: str, value: Any, item: Field, annotation: Any) -> None:
-    """Raise ConfigError for a value of a stored configuration that the flag cannot have: by type, choice or limit."""
+    """Raise ConfigError for a value that was read from a file and that the flag cannot have: by type, choice, limit."""
     limits = item.metadata
     values = value if isinstance(value, (list, tuple)) else (value,)
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
@@ -45,7 +46,7 @@ def check_stored(name: str, value: Any, item: Field, annotation: Any) -> None:
     )
     choices = limits.get("choices")
     if not fits or (choices is not None and any(v is not None and v not in choices for v in values)):
-        raise ConfigError(f"the stored configuration's {name} is {str(value)[:80]!r}, which it cannot be")
+        raise ConfigError(f"{name} is {str(value)[:80]!r}, which it cannot be")
 
 
 def _is_of_kind(value: Any, annotation: Any) -> bool:

@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, wanted a JSON object")
@@ -70,7 +70,7 @@ class ConfigFields:
     """
 
     def __init__(self, content: dict[str, Any], family: Family, where: str) -> None:
-        self.content, self.family, self.where = content, family, where
+        self.content, self.family, self.where = dict(content), family, where
         self.log: list[str] = []
         self.refused: list[str] = []
         self._taken: set[str] = set()
@@ -104,6 +104,21 @@ class ConfigFields:
         if kind is int and value < 1:
             raise ConfigError(f"{self.where}: {name} is {value:,}, wanted at least 1")
 
+    def join(self, name: str, alias: str) -> None:
+        """Two names of one value: either may be there.
+
+        Raises:
+            ConfigError: both are, with other values.
+        """
+        self.mark(alias)
+        if (
+            alias in self.content
+            and self.content.setdefault(name, self.content[alias]) != self.content[alias]
+        ):
+            raise ConfigError(
+                f"{self.where} contradicts itself: {name} is {self.content[name]}, {alias} is {self.content[alias]}"
+            )
+
     def mark(self, *names: str) -> None:
         """Fields that were read in another way."""
         self._taken.update(names)
@@ -120,7 +135,7 @@ class ConfigFields:
         """
         left = {k: v for k, v in self.content.items() if k not in self._taken and k not in SILENT}
         for name, value in left.items():
-            if name in MATHS_FIELDS and value is not None and value not in MATHS_FIELDS[name]:
+            if name in MATHS_FIELDS and value is not None and not _changes_nothing(name, value):
                 self.refuse(f"{name} = {json.dumps(value)}")
         if self.refused:
             raise ConfigError(
@@ -131,6 +146,12 @@ class ConfigFields:
             self.log.append(
                 f"{name} = {json.dumps(value)} {'changes nothing' if name in MATHS_FIELDS else 'ignored'}"
             )
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    if name == "layer_types":
+        return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+    return value in MATHS_FIELDS[name]
 
 
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list"}

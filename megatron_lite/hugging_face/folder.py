@@ -20,6 +20,7 @@ from megatron_lite.hugging_face.weights import HEAD_WEIGHT, our_shapes, tensor_m
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Tables that old files carry beside the weights; they follow from the configuration.
 TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -49,6 +50,10 @@ class ModelFolder:
         )
         self._files = _weight_files(path)
         self._open: dict[str, Any] = {}
+        if self.model.num_layers > len(self._files):
+            raise ConfigError(
+                f"{path} has {len(self._files):,} tensors, too few for {self.model.num_layers:,} layers"
+            )
         self._prefix = self._find_prefix()
         self.maps = tensor_maps(self.family.architecture, self.model)
         self._check_names()
@@ -72,8 +77,18 @@ class ModelFolder:
         """(global name, tensor) of the whole model, in fp32 as training keeps them. Raises as read does."""
         shapes = our_shapes(self.model)
         for entry in self.maps:
-            for name, tensor in to_ours(entry, self.read(entry.theirs), shapes, self.model):
+            for name, tensor in to_ours(entry, self._checked(entry.theirs), shapes, self.model):
                 yield name, tensor.float()
+
+    def _checked(self, name: str) -> torch.Tensor:
+        tensor = self.read(name)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            wanted = ", ".join(map(str, WEIGHT_DTYPES))
+            raise ConfigError(f"{self.path}: {name} is {tensor.dtype}, wanted one of {wanted}")
+        if not tensor.isfinite().all():
+            count = (~tensor.isfinite()).sum().item()
+            raise ConfigError(f"{self.path}: {name} has {count:,} values that are not finite")
+        return tensor
 
     def _opened(self, file: Path) -> Any:
         """The open file; only one is kept open, the tensors come in order."""

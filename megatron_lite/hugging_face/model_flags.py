@@ -1,9 +1,10 @@
 """config.json of a Hugging Face model -> ModelConfig. Imports no torch."""
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields as fields_of
+from typing import Any, get_type_hints
 
 from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.config.declare import check_stored
 from megatron_lite.hugging_face.families import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, Family
 from megatron_lite.hugging_face.fields import ConfigFields
 from megatron_lite.hugging_face.rope import read_rope
@@ -27,10 +28,15 @@ def family_of(content: dict[str, Any], where: str) -> Family:
                 f"{where} names no architectures and model_type is {content.get('model_type')}, {wanted}"
             )
         return by_type[0]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
         shown = ", ".join(map(str, names)) if isinstance(names, list) else names
         raise ConfigError(f"{where}: architectures is {shown}, {wanted}")
-    return FAMILIES[names[0]]
+    family = FAMILIES[names[0]]
+    if content.get("model_type", family.model_type) != family.model_type:
+        raise ConfigError(
+            f"{where} contradicts itself: architectures is {names[0]}, model_type is {content['model_type']}"
+        )
+    return family
 
 
 def read_model_config(
@@ -71,13 +77,21 @@ def read_model_config(
         make_vocab_size_divisible_by=vocabulary_multiple,
         padded_vocab_size=-(-vocabulary // vocabulary_multiple) * vocabulary_multiple,
     )
+    _check_limits(model, where)
     return model, family, fields.log
+
+
+def _check_limits(model: ModelConfig, where: str) -> None:
+    kinds = get_type_hints(ModelConfig)
+    for item in fields_of(ModelConfig):
+        name = f"{where}: --{item.name.replace('_', '-')} by its fields"
+        check_stored(name, getattr(model, item.name), item, kinds[item.name])
 
 
 def command_line_of(model: ModelConfig) -> list[str]:
     """The words of a command line that give these model flags: what differs from the defaults."""
     words = []
-    for item in fields(ModelConfig):
+    for item in fields_of(ModelConfig):
         value = getattr(model, item.name)
         if value == item.default or item.name == "padded_vocab_size":  # it follows from vocab_size
             continue
@@ -150,9 +164,12 @@ def _window_of_layers(fields: ConfigFields, num_layers: int) -> tuple[int, int] 
         ]
         if windowed:
             fields.log.append(f"max_window_layers = {first}: layers from there on have the window")
+    if not all(isinstance(kind, str) for kind in kinds) or len(kinds) != num_layers:
+        fields.refuse(f"layer_types of {len(kinds)} layers, num_hidden_layers is {num_layers}")
+        return None
     if set(kinds) == {"full_attention"}:
         return None
-    if set(kinds) == {"sliding_attention"} and windowed and len(kinds) == num_layers:
+    if set(kinds) == {"sliding_attention"} and windowed:
         return _window(width)
     fields.refuse(
         f"use_sliding_window = {str(bool(asked)).lower()}, sliding_window = {width}, max_window_layers = {first} and "
@@ -161,7 +178,18 @@ def _window_of_layers(fields: ConfigFields, num_layers: int) -> tuple[int, int] 
     return None
 
 
+# Names that transformers' GPT2Config takes for others.
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+
 def _gpt2(fields: ConfigFields) -> dict[str, Any]:
+    for alias, name in GPT2_ALIASES.items():
+        fields.join(name, alias)
     hidden, heads = fields.take("n_embd", int), fields.take("n_head", int)
     activation = fields.take("activation_function", str)
     if activation not in TANH_GELU:

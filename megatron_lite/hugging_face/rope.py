@@ -73,6 +73,11 @@ def _flags(fields: ConfigFields, values: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{fields.where}: rope_type llama3 needs {key}")
             number = _positive(fields, key, values.pop(key))
             flags[flag] = int(number) if key == "original_max_position_embeddings" else number
+        low, high = flags["rope_scaling_low_freq_factor"], flags["rope_scaling_high_freq_factor"]
+        if low >= high:
+            raise ConfigError(
+                f"{fields.where}: low_freq_factor is {low:g}, wanted less than high_freq_factor {high:g}"
+            )
     elif kind != "default":
         fields.refuse(f"rope_type = {kind!r}")
         return flags

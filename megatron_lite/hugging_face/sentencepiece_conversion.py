@@ -12,10 +12,11 @@ What decides the ids there and how it is said here:
     user-defined pieces always do        added tokens
 """
 
+import re
 from collections.abc import Iterator
 
 from sentencepiece import sentencepiece_model_pb2 as schema
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from megatron_lite.config import ConfigError
 
@@ -25,6 +26,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE, UNUSED = 1, 2, 3, 4, 6, 5
 UNIGRAM, BPE = 1, 2
 # Far below every real path: a control or byte piece must never be read from text that spells its name.
 NEVER = 1000.0
+# The tokenizers library looks "\r\n" up as one sign, and drops the second when only the first is in the charsmap. A
+# control character that the charsmap deletes keeps them apart.
+DELETED = "\x01"
 
 
 def convert_sentencepiece(content: bytes, name: str) -> Tokenizer:
@@ -38,6 +42,9 @@ def convert_sentencepiece(content: bytes, name: str) -> Tokenizer:
     _check(model, name)
     core = Tokenizer(_bpe(model) if model.trainer_spec.model_type == BPE else _unigram(model))
     core.normalizer = _normalizer(model)
+    cuts = _cuts(model) if model.trainer_spec.model_type == UNIGRAM else []
+    if cuts:
+        core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(cuts)), behavior="isolated")
     core.decoder = _decoder(model)
     added = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     for piece in model.pieces:
@@ -92,6 +99,27 @@ def _unigram(model: schema.ModelProto) -> models.Unigram:
     return models.Unigram(pieces, unknown, model.trainer_spec.byte_fallback)
 
 
+def _cuts(model: schema.ModelProto) -> list[str]:
+    """Where a text that spells a control or byte piece is cut, so that the name is not read as the piece: NEVER is not
+    enough where the other way has characters that are unknown. Between two characters that no piece joins, so that
+    nothing else changes.
+    """
+    texts = [piece.piece for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED)]
+    known = set("".join(texts))
+    joined = {text[i : i + 2] for text in texts for i in range(len(text) - 1)}
+    cuts = []
+    for piece in model.pieces:
+        name = piece.piece
+        if piece.type in (NORMAL, USER_DEFINED) or set(name) <= known:
+            continue
+        for i in range(1, len(name)):
+            # Two unknown characters are one token, if they are not cut.
+            if name[i - 1 : i + 1] not in joined and {name[i - 1], name[i]} & known:
+                cuts.append(f"(?<={re.escape(name[:i])})(?={re.escape(name[i:])})")
+                break
+    return cuts
+
+
 def _unknown(model: schema.ModelProto) -> str | None:
     return next((piece.piece for piece in model.pieces if piece.type == UNKNOWN), None)
 
@@ -100,9 +128,13 @@ def _normalizer(model: schema.ModelProto) -> normalizers.Normalizer:
     spec = model.normalizer_spec
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+        charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
+        if charsmap.normalize_str(DELETED) == "":
+            steps.append(normalizers.Replace("\r\n", f"\r{DELETED}\n"))
+        steps.append(charsmap)
     if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
+        # ^ and $ are the ends of lines there. SentencePiece trims what stands for a space at the end, too.
+        steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(" "))

@@ -148,6 +148,31 @@ def test_damage_is_one_sentence(folder, case):
     assert not (folder / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda w: w["model.norm.weight"].fill_(float("nan")),
+            "model.norm.weight has 32 values that are not",
+        ),
+        (lambda w: w.update({"model.norm.weight": torch.ones(32).to(torch.int8)}), "is torch.int8, wanted"),
+    ],
+)
+def test_weights_that_are_none_are_refused(folder, change, says):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=says):
+        list(ModelFolder(folder).our_tensors())
+
+
+def test_more_layers_than_tensors_are_refused_before_a_model_is_built(folder):
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 10**9}))
+    with pytest.raises(ConfigError, match="too few for 1,000,000,000 layers"):
+        ModelFolder(folder)
+
+
 def test_written_files_are_safetensors(tmp_path):
     """Read by the library itself; no tensor is split, none is asked for twice."""
     generator = torch.Generator().manual_seed(1)

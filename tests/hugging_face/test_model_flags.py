@@ -159,6 +159,20 @@ REFUSED = {
     ),
     "gpt2 activation": (GPT2 | {"activation_function": "gelu"}, ["activation_function = 'gelu'"]),
     "gpt2 scale": (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+    "too many layer types": (
+        QWEN | {"layer_types": ["full_attention"] * 5},
+        ["layer_types of 5 layers", "num_hidden_layers is 2"],
+    ),
+    "factors crossed": (
+        GOOD | {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+        ["low_freq_factor is 4", "less than high_freq_factor 1"],
+    ),
+    "other model type": (GOOD | {"model_type": "mistral"}, ["LlamaForCausalLM", "model_type is mistral"]),
+    "architectures of objects": (GOOD | {"architectures": [{}]}, ["architectures is {}"]),
+    "epsilon": (GOOD | {"rms_norm_eps": 0.0}, ["--norm-epsilon", "'0.0'"]),
+    "endless epsilon": (GOOD | {"rms_norm_eps": float("inf")}, ["--norm-epsilon", "'inf'"]),
+    "dropout": (GOOD | {"attention_dropout": 2.0}, ["--attention-dropout", "'2.0'"]),
+    "gpt2 alias": (GPT2 | {"num_hidden_layers": 1}, ["n_layer is 2", "num_hidden_layers is 1"]),
     "gpt2 dropout": (GPT2 | {"embd_pdrop": 0.0}, ["resid_pdrop = 0.1 but embd_pdrop = 0.0"]),
 }
 
@@ -179,6 +193,21 @@ def test_harmless_fields_load_and_are_told():
     assert 'my_note = {"a": 1} ignored' in log
 
 
+def test_full_attention_in_every_layer_changes_nothing():
+    model, _, log = read(GOOD | {"layer_types": ["full_attention"] * 2})
+    assert model.window_size is None
+    assert any("layer_types" in line and "changes nothing" in line for line in log)
+    with pytest.raises(ConfigError, match="layer_types"):
+        read(GOOD | {"layer_types": ["full_attention", "sliding_attention"]})
+
+
+def test_gpt2_under_its_other_names():
+    """transformers' GPT2Config reads n_embd from hidden_size, and so on."""
+    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    renamed = {names.get(name, name): value for name, value in GPT2.items()}
+    assert read(renamed)[0] == read(GPT2)[0] == read(renamed | GPT2)[0]
+
+
 def test_windows_of_qwen():
     settings = {"use_sliding_window": True, "sliding_window": 8}
     assert read(QWEN | settings | {"max_window_layers": 0})[0].window_size == (7, 0)
@@ -188,7 +217,9 @@ def test_windows_of_qwen():
     assert read(QWEN | settings | sliding)[0].window_size == (7, 0)
 
 
-@pytest.mark.parametrize("content", ['﻿<?xml version="1.0"?><Error/>', "[1]", "", "{", "\udcff"])
+@pytest.mark.parametrize(
+    "content", ['﻿<?xml version="1.0"?><Error/>', "[1]", "", "{", "\udcff", "[" * 100_000]
+)
 def test_a_file_that_is_no_config(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))

@@ -30,6 +30,15 @@ MODELS = {
     "bpe-defaults": {"model_type": "bpe"},
     "unigram-defaults": {"model_type": "unigram"},
     "unigram-exact": {"model_type": "unigram", "byte_fallback": True} | EXACT,
+    # Lines stay, spaces are trimmed: at the ends of the text, not at those of its lines.
+    "bpe-identity": {"model_type": "bpe", "normalization_rule_name": "identity"},
+    "unigram-identity": {"model_type": "unigram", "normalization_rule_name": "identity"},
+    # Few characters have a piece, "/" has none: "</s>" in a text is still no end of document.
+    "unigram-few": {
+        "model_type": "unigram",
+        "normalization_rule_name": "identity",
+        "character_coverage": 0.98,
+    },
     "user-defined": {"model_type": "bpe", "byte_fallback": True, "user_defined_symbols": ["<tool>", "<call>"]}
     | EXACT,
 }
@@ -51,12 +60,10 @@ def sentencepiece_file(folder, **options):
         model_writer=model,
         vocab_size=900,
         hard_vocab_limit=False,
-        # Some characters of the texts stay without a piece: they become bytes or unknown. A unigram model of the
-        # tokenizers library would read "</s>" in a text as the token if "<" had none, and is refused then.
-        character_coverage=0.98 if options["model_type"] == "bpe" else 1.0,
         control_symbols=["<|endoftext|>"],
         minloglevel=2,
-        **options,
+        # Some characters of the texts stay without a piece: they become bytes or unknown.
+        **({"character_coverage": 0.98 if options["model_type"] == "bpe" else 1.0} | options),
     )
     path = folder / "sp.model"
     path.write_bytes(model.getvalue())
