@@ -55,9 +55,15 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
     found = None
     if config.load:
         storage = storage_for(config.load)
-        # A first start with --load and no folder yet is how runs that restart are written; --finetune is none.
-        if config.finetune and not storage.is_folder() and not config.pretrained_checkpoint:
-            raise ConfigError(f"--load {config.load}: there is no such folder, which --finetune starts from")
+        if not storage.is_folder() and not config.pretrained_checkpoint:
+            # A first start with --load and --save on the same folder is how runs that restart are written. Any other
+            # folder was named because something lies there: a misspelt one is no reason to start from random weights.
+            same = config.save is not None and config.save.rstrip("/") == config.load.rstrip("/")
+            if config.finetune or not same:
+                raise ConfigError(
+                    f"--load {config.load}: there is no such folder"
+                    + (", which --finetune starts from" if config.finetune else " (nor is it --save's)")
+                )
         found = find_in(config.load, config.ckpt_step, rejected)
     if found is None and config.pretrained_checkpoint:
         found = find_in(config.pretrained_checkpoint, None, rejected, flag="--pretrained-checkpoint")

@@ -207,9 +207,12 @@ def test_what_the_flags_ask_for(tmp_path):
     assert find_checkpoint(CheckpointConfig(save=save, load=save)) is None, (
         "the first start of a run that restarts"
     )
-    assert find_checkpoint(CheckpointConfig(load=absent)) is None, "Megatron starts from random weights"
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        find_checkpoint(CheckpointConfig(load=absent, finetune=True))
+    assert find_checkpoint(CheckpointConfig(save=save, load=save + "/")) is None, "the same folder"
+    for asked in ({"load": absent}, {"load": absent, "save": save}, {"load": f"{save}/iter_0000010"}):
+        with pytest.raises(ConfigError, match="there is no such folder"):
+            find_checkpoint(CheckpointConfig(**asked))
+    with pytest.raises(ConfigError, match="no such folder, which --finetune starts from"):
+        find_checkpoint(CheckpointConfig(save=save, load=save, finetune=True))
     with pytest.raises(ConfigError, match="--exit-on-missing-checkpoint"):
         find_checkpoint(CheckpointConfig(save=save, load=save, exit_on_missing_checkpoint=True))
     with pytest.raises(ConfigError, match="--ckpt-step 7"):
