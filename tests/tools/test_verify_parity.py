@@ -213,3 +213,11 @@ def test_the_command(more, code, text):
     )
     assert done.returncode == code, done.stderr
     assert text in done.stdout + done.stderr
+
+
+def test_rounding_may_grow_from_the_third_step_on_and_faults_may_not():
+    """The same relative difference in every step: only where rounding cannot have grown so far does it fail."""
+    judge = verify_parity.Outcome([1.0] * 4, [1.0] * 4, {"a": torch.ones(2)}, 1.0)
+    layout = verify_parity.Outcome([1.00005] * 4, [1.0] * 4, {"a": torch.ones(2)}, 1.00005)
+    failed = [row.name for row in verify_parity.compare(layout, judge) if verify_parity.fails(row, 1e-5)]
+    assert failed == ["loss of step 0", "loss of step 1"]
