@@ -158,6 +158,7 @@ OLD = {
     "--optimizer dist_muon": {"optimizer.optimizer": "muon"},
     "--override-opt-param-scheduler": {"optimizer.override_opt_param_scheduler": True},
     "--exit-interval 0": {"training.exit_interval": 0},
+    "--eval-interval 0": {"evaluation.eval_interval": 0},
     "--save s --save-interval 0": {"checkpoint.save": "s", "checkpoint.save_interval": 0},
     "--eval-iters -1": {"evaluation.eval_iters": 0},
     "--distributed-backend nccl2 --megatron-fsdp-version 2 --use-contiguous-parameters-in-local-ddp": {},

@@ -100,7 +100,7 @@ class OptimizerConfig:
 class EvaluationConfig:
     """Validation and test."""
 
-    eval_interval: int | None = flag(None, "steps between validations", minimum=1)
+    eval_interval: int | None = flag(None, "steps between validations; 0 = off", minimum=0)
     eval_iters: int = flag(100, "batches of one validation; 0 or -1 = off", minimum=-1)
     eval_global_batch_size: int | None = flag(None, "samples of one; default --global-batch-size", minimum=1)
     full_validation: bool = flag(False, "the whole validation set each time")
