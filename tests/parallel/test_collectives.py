@@ -131,7 +131,8 @@ def test_bf16_weights_travel_in_bf16_and_gradients_in_fp32():
     assert count("reduce_scatter", dtype=torch.bfloat16, **layout) == [0] * 4
     # FSDP gathers bytes; the hidden states of the pipeline travel as what they are.
     assert all(n > 0 for n in count("send", dtype=torch.bfloat16, **layout))
-    assert count("send", dtype=torch.float32, **layout) == [0] * 4
+    # torch 2.11's stages greet each neighbour with one fp32 number before the first step.
+    assert all(n <= 1 for n in count("send", dtype=torch.float32, **layout))
 
 
 def test_sequence_parallel_scatters_where_tensor_parallel_adds_up():
