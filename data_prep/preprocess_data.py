@@ -28,6 +28,7 @@ from megatron_lite.config import ConfigError
 from megatron_lite.data.command_line import Parser, number, run
 from megatron_lite.data.documents import (
     Chunk,
+    Extent,
     Source,
     Span,
     find_files,
@@ -155,7 +156,7 @@ def about(names: Sequence[str], tokenizer: Tokenizer, options: EncodingOptions) 
     return [dict(facts, key=key) for key in options.keys]
 
 
-def take(tally: Tally, chunk: Chunk, encoded: Encoded, source: Input, skip_bad: bool) -> None:
+def take(tally: Tally, chunk: Extent, encoded: Encoded, source: Input, skip_bad: bool) -> None:
     """Count a chunk. Raises ConfigError at the first bad document unless such are skipped."""
     if chunk.path != tally.path:
         tally.path, tally.lines = chunk.path, 0 if source.starts_at_top(chunk.path) else None
@@ -218,7 +219,11 @@ def tokenize(
     progress = Progress(source.total_bytes, arguments.log_interval)
     before, last_commit = tally.tokens, time.monotonic()
     results = map_in_order(
-        partial(ChunkEncoder, options), source.chunks(tally), arguments.workers, lambda chunk: chunk.size
+        partial(ChunkEncoder, options),
+        source.chunks(tally),
+        arguments.workers,
+        size=lambda chunk: chunk.size,
+        keep=lambda chunk: chunk.extent,
     )
     try:
         for chunk, encoded in results:
@@ -226,6 +231,7 @@ def tokenize(
             for key, (tokens, lengths) in enumerate(zip(encoded.tokens, encoded.lengths)):
                 journal.append(key, tokens, lengths)
             progress.update(chunk.size, tally.documents, tally.tokens - before)
+            del encoded  # not to be held while the next document is read
             if time.monotonic() - last_commit >= arguments.commit_interval:
                 journal.commit(asdict(tally))
                 last_commit = time.monotonic()

@@ -89,6 +89,21 @@ class Chunk:
             return sum(len(value) if isinstance(value, str) else 8 for row in self.data for value in row)
         return len(self.data) if self.kind != "problem" else 0
 
+    @property
+    def extent(self) -> "Extent":
+        return Extent(self.path, self.kind, self.offset, self.end, self.size)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a chunk covers, without what is in it."""
+
+    path: str
+    kind: str
+    offset: int
+    end: int
+    size: int
+
 
 def find_files(inputs: Sequence[str]) -> list[Path]:
     """The files that `--input` words name: files, folders (all files below, sorted), glob patterns (sorted).
@@ -278,13 +293,19 @@ def _read_lines(span: Span, limit: int) -> Iterator[Chunk]:
             while data := stream.read(min(CHUNK_BYTES, (span.end or 1 << 62) - offset)):
                 cut = data.rfind(b"\n") + 1
                 line = data[cut:] + (stream.readline(limit) if cut < len(data) else b"")
-                if len(line) <= limit:
+                if len(line) <= min(limit, CHUNK_BYTES):
                     yield Chunk(source.path, "jsonl", data[:cut] + line, offset, offset + cut + len(line))
                     offset += cut + len(line)
                     continue
                 if cut:
                     yield Chunk(source.path, "jsonl", data[:cut], offset, offset + cut)
+                    offset, cut = offset + cut, 0
                 size = len(line)
+                if size <= limit:
+                    held, line = [line], b""  # handed over: a generator that waits must not hold a long line
+                    yield Chunk(source.path, "jsonl", held.pop(), offset, offset + size)
+                    offset += size
+                    continue
                 while not line.endswith(b"\n") and (line := stream.readline(1 << 20)):
                     size += len(line)
                 yield Chunk(source.path, "problem", too_long(size, limit), offset + cut, offset + cut + size)

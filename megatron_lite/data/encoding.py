@@ -9,6 +9,7 @@ from megatron_lite.config import ConfigError, DataConfig
 from megatron_lite.data.documents import Chunk
 from megatron_lite.data.records import Bad, Records, parse
 from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.data.unicode_text import utf8_size
 from megatron_lite.environment import set_default
 
 
@@ -71,7 +72,7 @@ class ChunkEncoder:
             tokens, lengths = _ended(ids, lengths, eod, np.dtype(options.dtype))
             encoded.tokens.append(tokens)
             encoded.lengths.append(lengths)
-        encoded.text_bytes = sum(len(text.encode()) for values in records.texts for text in values)
+        encoded.text_bytes = sum(utf8_size(text) for values in records.texts for text in values)
         return encoded
 
     def _encode(self, records: Records) -> list[tuple[np.ndarray, np.ndarray]]:

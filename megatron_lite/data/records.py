@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron_lite.config import ConfigError
 from megatron_lite.data.documents import Chunk, Source, open_stream, too_long
-from megatron_lite.data.tokenizer import check_unicode
+from megatron_lite.data.unicode_text import check_unicode, utf8_size
 
 _BOM = b"\xef\xbb\xbf"
+_LONG_LINE = 1 << 20  # bytes; not copied without need
 
 
 class BadDocument(Exception):
@@ -74,14 +75,22 @@ def parse(chunk: Chunk, keys: Sequence[str], max_document_bytes: int | None = No
 def _items(chunk: Chunk) -> list[Any]:
     if chunk.kind == "jsonl":
         # Only \n ends a line: U+2028, U+0085 and \x1c, where str.splitlines cuts, may stand inside a JSON string.
-        return chunk.data.split(b"\n")
+        return _lines(chunk.data)
     return [chunk.data] if chunk.kind == "text" else chunk.data
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Cut at \\n. What may be one long line is not copied: the end of the last line stays on it, to be stripped."""
+    first = data.find(b"\n") + 1
+    return [data] if data and first in (0, len(data)) else data.split(b"\n")
 
 
 def _values(kind: str, item: Any, keys: Sequence[str]) -> tuple[str, ...] | None:
     if kind == "jsonl":
-        line = item.removeprefix(_BOM).strip()
-        return _checked(_from_json(line, keys), keys) if line else None
+        line = item.removeprefix(_BOM)
+        # The decoder passes over blanks by itself; off a short line they go for the sake of its messages.
+        line = line.strip() if len(line) < _LONG_LINE else line
+        return _checked(_from_json(line, keys), keys) if line and not line.isspace() else None
     if kind == "text":
         return _checked([_decode(item)] * len(keys), keys)
     return _checked(item, keys)
@@ -138,8 +147,8 @@ def _checked(values: Sequence[Any], keys: Sequence[str]) -> tuple[str, ...]:
 def _check_length(values: Sequence[str], limit: int) -> None:
     for value in values:
         # A character is at most four bytes: most texts need no counting.
-        if 4 * len(value) > limit and len(value.encode()) > limit:
-            raise BadDocument(*too_long(len(value.encode()), limit))
+        if 4 * len(value) > limit and utf8_size(value) > limit:
+            raise BadDocument(*too_long(utf8_size(value), limit))
 
 
 def _json_type(value: Any) -> str:

@@ -24,6 +24,7 @@ import tokenizers
 
 from megatron_lite.config import ConfigError, DataConfig, ModelConfig
 from megatron_lite.data.tiktoken_file import read_tiktoken
+from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import WordEncoder, word_encoder
 
 TOKENIZER_FLAGS = (
@@ -91,17 +92,6 @@ class Tokenizer:
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         raise NotImplementedError
-
-
-def check_unicode(text: str) -> None:
-    """Raise ConfigError if `text` holds half of a surrogate pair, which no UTF-8 text can."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"the text holds a lone surrogate \\u{ord(text[error.start]):04x} at character {error.start:,}, "
-            "wanted valid Unicode"
-        ) from None
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -90,6 +90,8 @@ class WordEncoder:
             parts += map(self._encode_long, group) if is_long else [self._encode_short(group)]
         if not parts:
             return np.empty(0, np.int32), np.empty(0, np.int64)
+        if len(parts) == 1:
+            return parts[0]  # a copy of a long text's ids would be the most that is held at a time
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
 
     def _encode_short(self, texts: Sequence[str]) -> Ids:
@@ -122,17 +124,16 @@ class WordEncoder:
         """Some ten thousand words at a time: neither the words nor what is known of them need fit in memory."""
         expression = self._expression_for(text)
         found = (match[0] for match in expression.finditer(text)) if expression is not None else iter(())
-        parts, covered = [], 0
+        ids, covered = array("i"), 0  # grows without a second copy of it
         while piece := list(islice(found, _PIECE)):
             self._forget_if_full()
             numbers = np.fromiter(map(self._numbers.__getitem__, piece), np.int32, len(piece))
             self._learn()
-            parts.append(self._ids_of(numbers))
+            ids.frombytes(self._ids_of(numbers).view(np.uint8))
             covered += sum(map(len, piece))
         if covered != len(text):
             return self._by_library([text])
-        ids = np.concatenate(parts)
-        return ids, np.array([len(ids)], np.int64)
+        return np.frombuffer(ids, np.int32), np.array([len(ids)], np.int64)
 
     def _forget_if_full(self) -> None:
         if len(self._numbers) > _MOST_WORDS or self._characters > _MOST_CHARACTERS:

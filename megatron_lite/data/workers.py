@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from megatron_lite.data.command_line import RunError
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item, Kept, Result = TypeVar("Item"), TypeVar("Kept"), TypeVar("Result")
 
 AHEAD = 4  # items a worker may be ahead of the oldest one that is not done
 # Of items that are being worked on or wait for an earlier one; a large item is let in only below that.
@@ -26,34 +26,41 @@ def map_in_order(
     items: Iterable[Item],
     num_workers: int,
     size: Callable[[Item], int],
-) -> Iterator[tuple[Item, Result]]:
-    """Yield (item, function(item)) in the order of `items`, the function being what `build()` returns in a worker.
+    keep: Callable[[Item], Kept] = lambda item: item,
+) -> Iterator[tuple[Kept, Result]]:
+    """Yield (keep(item), function(item)) in the order of `items`; `build()` in a worker returns the function.
 
     Args:
         build: picklable; called once in each worker.
         num_workers: processes; 0 = none, everything happens here.
         size: bytes of an item, for the bound of memory.
+        keep: what of an item is still wanted here while a worker has it: the worker's copy is the large one.
 
     Raises:
         RunError: a worker died; any exception that the function raised there.
     """
     if num_workers == 0:
         function = build()
-        yield from ((item, function(item)) for item in items)
+        for item in items:
+            yield keep(item), function(item)
+            del item  # not to be held while the next one is read
         return
     with _started(build, num_workers) as processes:
-        yield from _in_order(processes, iter(items), size)
+        yield from _in_order(processes, iter(items), size, keep)
 
 
 def _in_order(
-    processes: dict[Connection, Any], items: Iterator[Item], size: Callable[[Item], int]
-) -> Iterator[tuple[Item, Result]]:
+    processes: dict[Connection, Any],
+    items: Iterator[Item],
+    size: Callable[[Item], int],
+    keep: Callable[[Item], Kept],
+) -> Iterator[tuple[Kept, Result]]:
     """Hand an item to whoever is idle.
 
     A worker has one item at a time, so it never happens that both sides wait to write into a full pipe.
     """
     idle, working = list(processes), {}
-    waiting: dict[int, tuple[Item, Result]] = {}  # done, but maybe one before them is not
+    waiting: dict[int, tuple[int, Kept, Result]] = {}  # done, but maybe one before them is not
     given = yielded = held = 0
     most = max(MAX_BYTES, MAX_BYTES_A_WORKER * len(processes))
     exhausted = False
@@ -65,18 +72,20 @@ def _in_order(
                 break
             connection = idle.pop()
             _send(connection, processes[connection], item)
-            working[connection] = (given, item)
+            working[connection] = (given, size(item), keep(item))
             given, held = given + 1, held + size(item)
+            del item
         if exhausted and not working and not waiting:
             return
         for connection in wait(working, 0 if yielded in waiting else None) if working else ():
-            number, item = working.pop(connection)
-            waiting[number] = (item, _receive(connection, processes[connection]))
+            number, *about = working.pop(connection)
+            waiting[number] = (*about, _receive(connection, processes[connection]))
             idle.append(connection)
         if yielded in waiting:
-            item, result = waiting.pop(yielded)
-            yielded, held = yielded + 1, held - size(item)
-            yield item, result
+            freed, kept, result = waiting.pop(yielded)
+            yielded, held = yielded + 1, held - freed
+            yield kept, result
+            del result
 
 
 _END = object()
@@ -155,5 +164,6 @@ def _work(connection: Connection, build: Callable[[], Callable]) -> None:
                 error.add_note(f"in worker process {multiprocessing.current_process().pid}")
                 result = error
             connection.send(result)
+            del item, result  # not to be held while this process waits for the next one
     except (EOFError, OSError):
         return
