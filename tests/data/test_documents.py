@@ -13,6 +13,7 @@ from megatron_lite.config import ConfigError
 from megatron_lite.data import documents
 from megatron_lite.data.documents import Span, find_files, identify, read_chunks, split_spans
 from megatron_lite.data.records import parse, place
+from megatron_lite.data.unicode_text import check_unicode, utf8_size
 
 LIMIT = 1 << 20
 
@@ -190,3 +191,34 @@ def test_find_files(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=sentence):
             find_files(words)
+
+
+@pytest.mark.parametrize("end", [b"\n", b" \t\r\n", b""])
+def test_a_long_line_is_read_as_a_short_one_is(tmp_path, end):
+    """Longer than what is read, cut and stripped at a time; none of its neighbours is lost."""
+    long = "é\n" * 700_000
+    mark = b"\xef\xbb\xbf" + json.dumps({"text": long}, ensure_ascii=False).encode()
+    lines = [
+        lines_of(["before"]),
+        mark + b"\r\n",
+        b" " * 1_500_000 + b"\n",
+        b'{"text": "' + b"x" * 1_500_000,
+        end,
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:3]) + lines_of(["after"]) + b"".join(lines[3:]))
+    texts, bad = read(tmp_path / "a.jsonl", limit=1 << 24)
+    assert texts == ["before", long, "after"] and bad == ["invalid JSON"]
+    covered = [
+        chunk.extent for chunk in read_chunks(Span(identify(tmp_path / "a.jsonl")), ("text",), 1 << 24)
+    ]
+    assert covered[0].offset == 0 and covered[-1].end == (tmp_path / "a.jsonl").stat().st_size
+    assert all(one.end == two.offset for one, two in zip(covered, covered[1:]))
+    assert sum(one.size for one in covered) == covered[-1].end
+
+
+def test_unicode_is_checked_and_measured_piece_by_piece():
+    text = "é" * 1_100_000 + "😀"
+    assert utf8_size(text) == len(text.encode())
+    check_unicode(text)
+    with pytest.raises(ConfigError, match="surrogate .*d800 at character 1,100,001"):
+        check_unicode(text + "\ud800")

@@ -422,6 +422,11 @@ def test_workers_keep_the_order_bound_the_memory_and_pass_errors_on():
         assert (number, square) == (index, index * index)
         assert len(taken) - index <= 5, "at most 128 MB are on the way"
     assert index == 59
+    for workers in (0, 2):
+        kept = map_in_order(
+            build_square, range(9), workers, lambda number: 1, keep=lambda number: f"item {number}"
+        )
+        assert list(kept) == [(f"item {number}", number * number) for number in range(9)]
     with pytest.raises(ValueError, match="-1 is negative"):
         list(map_in_order(build_square, [1, 2, -1, 3], 2, lambda number: 1))
 
