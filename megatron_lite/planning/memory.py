@@ -151,7 +151,9 @@ def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[Rank
         gathered weights (where they are freed after forward: of a block and the largest unit only);
       it ends: gathered weights of all its blocks, one microbatch's activations less, or where the backward is split
         what the weight gradient waits for;
-      the loss, on the last stage: as when a backward begins, with the head gathered and the logits' workspace;
+      the loss, on the last stage: as when a backward begins, with the head gathered and the logits' workspace; where
+        blocks are reduced one by one, no gradient yet, the block before the head gathered too, and of the microbatch
+        before the last unit that was reduced;
       when gradients are reduced: gathered weights, the largest unit once more in the reduction's format, gradient
         shards 4 P/n.
     The vocabulary has to be known.
@@ -222,10 +224,17 @@ def _moments(
     frees = reshards(config)
     at_start = min(gathered, _two_units(config, plans)) if frees else gathered
     largest = activation_width(config) * max(local_unit(config, plan) for plan in plans)
-    at_loss = min(gathered, largest) if frees else gathered
+    whole = adds_up_whole(config)
+    at_loss = min(gathered, largest) if frees and whole else at_start
     workspace, (_, loss) = workspace_bytes(config), logits_bytes(config)
     grown = is_unsharded(config) and microbatches_of(config)[0] > 1  # gradients of the passes before
     shards_held = _shards_of_passes(config, local)
+    # FSDP2 lets go of what it reduced last, the embedding's gradient, when it reduces again: in the next backward.
+    left = (
+        0.0
+        if whole or not shards_held
+        else _reduced_width(config) * max(local_unit(config, p) for p in plans)
+    )
     found = []
     for moment in moments_in_flight(config, rank, plans):
         if moment.kind == "F":
@@ -236,14 +245,15 @@ def _moments(
         freed = weights[mine] if moment.kind == "B" else weights[mine] - waits[mine]
         begins = {"activations": held, "unsharded gradients": unsharded, "gradient shards": shards_held}
         ends = begins | {"activations": held - freed}
-        if adds_up_whole(config) and not grown:
+        if whole and not grown:
             begins["unsharded gradients"] = _gradients(config, local, moment.unadded, moment.summed)
             unadded = [n * (chunk != mine) for chunk, n in enumerate(moment.unadded)]
             added = moment.kind == "B" or moment.unadded[mine]
             summed = [n or (chunk == mine and added) for chunk, n in enumerate(moment.summed)]
             ends["unsharded gradients"] = _gradients(config, local, unadded, summed)
         if plans[mine].has_lm_head:
-            found.append(begins | {"gathered weights": at_loss, "workspace": loss})
+            at_loss_begins = begins if whole else begins | {"unsharded gradients": 0.0}
+            found.append(at_loss_begins | {"gathered weights": at_loss, "workspace": loss + left})
         found.append(begins | {"gathered weights": at_start, "workspace": workspace})
         found.append(ends | {"gathered weights": gathered, "workspace": workspace})
     return found

@@ -30,7 +30,11 @@ def test_states_are_the_closed_forms_of_zero_3():
     alone = parts(num_gpus=1)
     assert alone["parameters"] == 4 * TOTAL and alone["optimizer state"] == 8 * TOTAL
     assert alone["gradient shards"] == 4 * TOTAL
-    assert alone["unsharded gradients"] == 2 * ROWS  # of one unit, the largest, in bf16
+    assert alone["unsharded gradients"] == 0  # the worst moment is the loss's backward: none is there yet
+    one_microbatch = parts(num_gpus=1, extra=["--global-batch-size", "1"])
+    assert (
+        alone["workspace"] - one_microbatch["workspace"] == 4 * ROWS
+    )  # what the microbatch before reduced last
     many = parts(num_gpus=64)
     assert many["parameters"] == 4 * TOTAL / 64 and many["optimizer state"] == 8 * TOTAL / 64
     copies = parts(num_gpus=64, num_distributed_optimizer_instances=8)
