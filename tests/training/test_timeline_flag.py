@@ -86,7 +86,10 @@ def test_an_empty_window_is_refused():
 
 @pytest.mark.slow  # it measures time: right on a quiet machine, not where other work runs beside it
 def test_the_proposed_split_of_a_heavy_head_is_faster(tmp_path):
-    """A vocabulary far too large for half of the layers beside it: the gain is about what was predicted."""
+    """A vocabulary far too large for half of the layers beside it: the gain is about what was predicted.
+
+    The fastest of three runs of each split, in turns: one run alone measures what else the machine does.
+    """
     model = """
         --mock-data --num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 64
         --max-position-embeddings 64 --vocab-size 31999 --global-batch-size 8 --train-iters 12
@@ -101,6 +104,9 @@ def test_the_proposed_split_of_a_heavy_head_is_faster(tmp_path):
     before = comparison("Et*4|t*4L", "before.json")
     proposal = before.proposal()
     assert proposal.after[0] > 4 and proposal.gain > 0.05
-    after = comparison(write_layout(proposal.after), "after.json")
-    gain = 1 - after.one.timeline.seconds / before.one.timeline.seconds
-    assert gain > proposal.gain / 2
+    seconds = {"before": [before.one.timeline.seconds], "after": []}
+    for turn in range(3):
+        for name, layout in (("after", write_layout(proposal.after)), ("before", "Et*4|t*4L")):
+            seconds[name].append(comparison(layout, f"{name}{turn}.json").one.timeline.seconds)
+    gain = 1 - min(seconds["after"]) / min(seconds["before"])
+    assert gain > proposal.gain / 2, seconds
