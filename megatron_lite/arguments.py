@@ -122,7 +122,9 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-class _SetFields(argparse.Action):
+class _Action(argparse.Action):
+    """What a flag's words do to the namespace; the parser and the spelling used do not matter here."""
+
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -130,48 +132,38 @@ class _SetFields(argparse.Action):
         values: Any,
         option: str | None = None,
     ) -> None:
+        self.take(namespace, values)
+
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
+        raise NotImplementedError
+
+
+class _SetFields(_Action):
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
         for name, value in self.const.items():
             setattr(namespace, name, value)
 
 
-class _SetMissingFields(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
-    ) -> None:
+class _SetMissingFields(_Action):
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
         for name, value in self.const.items():
             setattr(namespace, name, getattr(namespace, name, value))
 
 
-class _Join(argparse.Action):
+class _Join(_Action):
     """The words of one value that a script's expansion took apart, such as --split '969, 30, 1'."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
-    ) -> None:
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
         setattr(namespace, self.dest, " ".join(values))
 
 
-class _Numbers(argparse.Action):
+class _Numbers(_Action):
     """A list of whole numbers, as words or in one: '[384 384 97656250]', as a YAML file has it, '2,4'.
 
     const: (how many, or what argparse's nargs says; the flag's spelling).
     """
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
-    ) -> None:
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
         count, flag = self.const
         words = [word for word in re.split(r"[\s,\[\]()]+", " ".join(values)) if word]
         if isinstance(count, int) and len(words) != count:
@@ -182,14 +174,8 @@ class _Numbers(argparse.Action):
             raise ConfigError(f"{flag}: {error}") from None
 
 
-class _Accept(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
-    ) -> None:
+class _Accept(_Action):
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
         accepted = ACCEPTED[self.const]
         if accepted.values is not None and values not in accepted.values:
             wanted = ", ".join(accepted.values)

@@ -6,6 +6,7 @@
 from dataclasses import fields
 
 from megatron_lite.config import CONCERNS, Config, ConfigError, refuse_together
+from megatron_lite.config.declare import broken_limit
 from megatron_lite.input_checks import (
     check_checkpoint,
     check_data_source,
@@ -39,17 +40,9 @@ def check_ranges(config: Config) -> None:
             value = getattr(getattr(config, name), item.name)
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, (int, float)) and not isinstance(number, bool):
-                    _check_range("--" + item.name.replace("_", "-"), number, item.metadata)
-
-
-def _check_range(flag: str, number: float, limits: dict) -> None:
-    above, least, most = limits.get("above"), limits.get("minimum", 0), limits.get("maximum")
-    if above is not None and number <= above:
-        raise ConfigError(f"{flag} is {number}, wanted more than {above}")
-    if least is not None and number < least:
-        raise ConfigError(f"{flag} is {number}, wanted at least {least}")
-    if most is not None and number > most:
-        raise ConfigError(f"{flag} is {number}, wanted at most {most}")
+                    wanted = broken_limit(number, item)
+                    if wanted is not None:
+                        raise ConfigError(f"--{item.name.replace('_', '-')} is {number}, wanted {wanted}")
 
 
 def check_config(config: Config) -> list[str]:

@@ -170,8 +170,8 @@ class Checkpointer:
             parent, name = parent_of(found.path)
             manifest = read_manifest(storage_for(parent), name)
             kept = {entry.hash for path, entry in manifest.files.items() if _decides_ids(path)}
-            files = {path: data for path, data in self._tokenizer_files.items() if _decides_ids(path)}
-            ours = {entry_of(data, manifest.algorithm).hash for data in files.values()}
+            files = [data for path, data in self._tokenizer_files.items() if _decides_ids(path)]
+            ours = {entry_of(data, manifest.algorithm).hash for data in files}
             return kept == ours if kept and ours else None
 
         return self._ranks.first(compare)

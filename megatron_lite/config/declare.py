@@ -31,31 +31,41 @@ def flag(default: Any, text: str, **options: Any) -> Any:
     return field(default=default, metadata={"help": text, **options})
 
 
+def broken_limit(number: float, item: Field) -> str | None:
+    """'at least 1': what the flag's limits want of a number that is outside of them; None for one within."""
+    limits = item.metadata
+    above, least, most = limits.get("above"), limits.get("minimum", 0), limits.get("maximum")
+    if above is not None and number <= above:
+        return f"more than {above}"
+    if least is not None and number < least:
+        return f"at least {least}"
+    if most is not None and number > most:
+        return f"at most {most}"
+    return None
+
+
 def check_stored(name: str, value: Any, item: Field, annotation: Any) -> None:
     """Raise ConfigError for a value that was read from a file and that the flag cannot have: by type, choice, limit."""
-    limits = item.metadata
     values = value if isinstance(value, (list, tuple)) else (value,)
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
-    least, most, above = limits.get("minimum", 0), limits.get("maximum"), limits.get("above")
-    fits = _is_of_kind(value, annotation) and all(
-        math.isfinite(number)
-        and (least is None or number >= least)
-        and (most is None or number <= most)
-        and (above is None or number > above)
-        for number in numbers
+    fits = is_of_kind(value, annotation) and all(
+        math.isfinite(number) and broken_limit(number, item) is None for number in numbers
     )
-    choices = limits.get("choices")
+    choices = item.metadata.get("choices")
     if not fits or (choices is not None and any(v is not None and v not in choices for v in values)):
         raise ConfigError(f"{name} is {str(value)[:80]!r}, which it cannot be")
 
 
-def _is_of_kind(value: Any, annotation: Any) -> bool:
-    """Whether a value of JSON (its lists may be tuples) is of an annotation such as `tuple[int, ...] | None`."""
+def is_of_kind(value: Any, annotation: Any) -> bool:
+    """Whether a value of JSON (its lists may be tuples) is of an annotation such as `tuple[int, ...] | None`.
+
+    Of a dict only that it is one.
+    """
     if isinstance(annotation, types.UnionType):
-        return any(_is_of_kind(value, kind) for kind in get_args(annotation))
+        return any(is_of_kind(value, kind) for kind in get_args(annotation))
     if get_origin(annotation) is tuple:
         kind = get_args(annotation)[0]
-        return isinstance(value, (list, tuple)) and all(_is_of_kind(part, kind) for part in value)
+        return isinstance(value, (list, tuple)) and all(is_of_kind(part, kind) for part in value)
     if isinstance(value, bool):
         return annotation is bool
-    return isinstance(value, (int, float) if annotation is float else annotation)
+    return isinstance(value, (int, float) if annotation is float else get_origin(annotation) or annotation)

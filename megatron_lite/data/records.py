@@ -147,8 +147,8 @@ def _checked(values: Sequence[Any], keys: Sequence[str]) -> tuple[str, ...]:
 def _check_length(values: Sequence[str], limit: int) -> None:
     for value in values:
         # A character is at most four bytes: most texts need no counting.
-        if 4 * len(value) > limit and utf8_size(value) > limit:
-            raise BadDocument(*too_long(utf8_size(value), limit))
+        if 4 * len(value) > limit and (size := utf8_size(value)) > limit:
+            raise BadDocument(*too_long(size, limit))
 
 
 def _json_type(value: Any) -> str:

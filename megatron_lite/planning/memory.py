@@ -191,7 +191,7 @@ def _at_reduction(
     found = {"gathered weights": gathered, "unsharded gradients": unsharded}
     if is_unsharded(config):
         return found
-    unit, whole = max(local_unit(config, plan) for plan in plans), adds_up_whole(config)
+    unit, whole = _largest_unit(config, plans), adds_up_whole(config)
     found["workspace"] = _reduced_width(config) * unit
     found["gradient shards"] = 4 * sum(local) / shards(config)
     if whole and (shards(config) == 1 or config.parallel.num_stages == 1):
@@ -199,9 +199,8 @@ def _at_reduction(
     if whole:  # a second pass reduces into others beside the first one's
         found["gradient shards"] += _shards_of_passes(config, local)
     elif reshards(config) and microbatches_of(config) == (1, 1):
-        found["gathered weights"] = min(
-            gathered, _two_units(config, plans)
-        )  # all shards are there at the end only
+        # All shards are there at the end only.
+        found["gathered weights"] = min(gathered, _two_units(config, plans))
     return found
 
 
@@ -223,18 +222,13 @@ def _moments(
     waits = [waiting_bytes(config, plan) for plan in plans]
     frees = reshards(config)
     at_start = min(gathered, _two_units(config, plans)) if frees else gathered
-    largest = activation_width(config) * max(local_unit(config, plan) for plan in plans)
-    whole = adds_up_whole(config)
-    at_loss = min(gathered, largest) if frees and whole else at_start
+    largest, whole = _largest_unit(config, plans), adds_up_whole(config)
+    at_loss = min(gathered, activation_width(config) * largest) if frees and whole else at_start
     workspace, (_, loss) = workspace_bytes(config), logits_bytes(config)
     grown = is_unsharded(config) and microbatches_of(config)[0] > 1  # gradients of the passes before
     shards_held = _shards_of_passes(config, local)
     # FSDP2 lets go of what it reduced last, the embedding's gradient, when it reduces again: in the next backward.
-    left = (
-        0.0
-        if whole or not shards_held
-        else _reduced_width(config) * max(local_unit(config, p) for p in plans)
-    )
+    left = 0.0 if whole or not shards_held else _reduced_width(config) * largest
     found = []
     for moment in moments_in_flight(config, rank, plans):
         if moment.kind == "F":
@@ -295,6 +289,11 @@ def local_unit(config: Config, plan: StagePlan) -> float:
     )
 
 
+def _largest_unit(config: Config, plans: Sequence[StagePlan]) -> float:
+    """Parameters of the largest FSDP unit of a rank's stages."""
+    return max(local_unit(config, plan) for plan in plans)
+
+
 def _reduced_width(config: Config) -> int:
     """Bytes of a gradient's element when it is added up and reduced: fp32, or bf16 with --grad-reduce-in-bf16."""
     return 2 if config.precision.grad_reduce_in_bf16 else 4
@@ -310,7 +309,7 @@ def _unsharded(config: Config, plans: list[StagePlan], local: Sequence[float]) -
     """
     a = activation_width(config)
     if not adds_up_whole(config):
-        units = max(local_unit(config, plan) for plan in plans)
+        units = _largest_unit(config, plans)
         blocks = (1 + max(1, config.parallel.fsdp_prefetch_depth)) * block_parameters(config)
         return a * (min(sum(local), blocks + units) if reshards(config) else sum(local)), a * units
     if is_unsharded(config):
@@ -345,7 +344,7 @@ def reshards(config: Config) -> bool:
 
 def _two_units(config: Config, plans: list[StagePlan]) -> float:
     """Bytes of the gathered weights of a block and of the largest unit."""
-    return activation_width(config) * (block_parameters(config) + max(local_unit(config, p) for p in plans))
+    return activation_width(config) * (block_parameters(config) + _largest_unit(config, plans))
 
 
 def _receive_buffers(config: Config, plans: list[StagePlan], every: list[StagePlan]) -> float:

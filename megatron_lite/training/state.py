@@ -1,11 +1,12 @@
 """Where a run stands: what a checkpoint keeps besides tensors."""
 
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_type_hints
 
 import torch
 
 from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import is_of_kind
 
 
 @dataclass
@@ -40,21 +41,13 @@ class TrainState:
         Raises:
             ConfigError: a count is no count, or another value not of its kind.
         """
-        known = {item.name: item for item in fields(cls)}
+        known = get_type_hints(cls)
         values = {key: value for key, value in stored.items() if key in known}
         for key, value in values.items():
-            if not _fits(value, known[key]):
+            counts = isinstance(value, (int, float))
+            if not is_of_kind(value, known[key]) or (counts and not value >= 0):
                 raise ConfigError(f"the checkpoint's {key} is {str(value)[:80]!r}, which it cannot be")
         return cls(**values)
-
-
-def _fits(value: Any, item: Field) -> bool:
-    if item.default is None:
-        return value is None or isinstance(value, dict if item.name == "loss_scale" else str)
-    kind = dict if item.default is MISSING else type(item.default)
-    kinds = (int, float) if kind is float else kind
-    fits = isinstance(value, kinds) and not isinstance(value, bool)
-    return fits and (kind is dict or value >= 0)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
