@@ -85,7 +85,8 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         layout = mesh_sizes(config) | {"chunks": config.parallel.num_virtual_stages_per_pipeline_rank}
         checkpointer = Checkpointer(config, mesh.host_group, layout, mesh.coordinates, tokenizer.files())
         loss_scale = LossScale.from_config(config.precision)
-        state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say)
+        again = environment.restart_count > 0
+        state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say, restarted=again)
         checkpointer.overlap_copy_with(optimizer)
         loss_scale.load_dict(state.loss_scale)
         check_same_data(config, state, datasets.fingerprint)

@@ -125,6 +125,10 @@ def check_checkpoint(config: Config) -> None:
         "--use-checkpoint-opt_param-scheduler" if optimizer.use_checkpoint_opt_param_scheduler else None,
         because="the learning rate schedule comes from the flags or from the checkpoint",
     )
+    if checkpoint.ckpt_convert_save is not None and checkpoint.ckpt_convert_format is None:
+        raise ConfigError(
+            f"--ckpt-convert-save {checkpoint.ckpt_convert_save} needs --ckpt-convert-format torch or torch_dist"
+        )
     if checkpoint.ckpt_convert_format is not None and checkpoint.ckpt_convert_save is None:
         raise ConfigError(
             f"--ckpt-convert-format {checkpoint.ckpt_convert_format} needs --ckpt-convert-save, where to write"

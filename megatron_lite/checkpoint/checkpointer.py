@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_lite.checkpoint.agreement import Ranks, sentence
 from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
 from megatron_lite.checkpoint.dcp import save_pieces
-from megatron_lite.checkpoint.folder import Found, delete, expired, find_checkpoint
+from megatron_lite.checkpoint.folder import Found, delete, expired, find_checkpoint, refuse_to_replace
 from megatron_lite.checkpoint.host_copy import HostCopy, mark
 from megatron_lite.checkpoint.manifest import (
     TOKENIZER,
@@ -154,6 +154,10 @@ class Checkpointer:
             for note in found.notes:
                 print(f"warning: {note}", flush=True)
         return found
+
+    def refuse_to_replace(self, found: Found | None) -> None:
+        """Raise ConfigError when --save holds another run's checkpoints than the one this run goes on from."""
+        self._ranks.first(lambda: refuse_to_replace(self._config.checkpoint, found))
 
     def read_train_state(self, found: Found) -> dict[str, Any]:
         """What was given to save as train_state, and "layout"."""

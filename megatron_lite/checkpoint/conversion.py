@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint.agreement import sentence
-from megatron_lite.checkpoint.folder import find_checkpoint, folder_name
+from megatron_lite.checkpoint.folder import Found, find_checkpoint, folder_name, same_folder
 from megatron_lite.checkpoint.manifest import TOKENIZER
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
 from megatron_lite.checkpoint.storage import parent_of, storage_for
@@ -32,6 +32,7 @@ def convert_checkpoint(config: CheckpointConfig) -> str:
         raise ConfigError(
             f"--ckpt-convert-format {config.ckpt_convert_format}: --load {config.load} is empty"
         )
+    _refuse_place(config, found)
     left_out = (RANDOM_PREFIX, *([OPTIMIZER_PREFIX] if config.no_load_optim or config.finetune else []))
     with CheckpointReader(found) as reader:
 
@@ -56,6 +57,25 @@ def convert_checkpoint(config: CheckpointConfig) -> str:
             state,
             _tokenizer_files(found.path),
         )
+
+
+def _refuse_place(config: CheckpointConfig, found: Found) -> None:
+    """A conversion never writes over what it reads, nor over what another run or conversion wrote."""
+    target, step = config.ckpt_convert_save, folder_name(found.iteration)
+    inside = "://" not in target and Path(found.path).resolve() in (
+        Path(target).resolve(),
+        *Path(target).resolve().parents,
+    )
+    if inside or same_folder(target, parent_of(found.path)[0]):
+        raise ConfigError(
+            f"--ckpt-convert-save {target} is where {found.path} lies, wanted another folder: it would be replaced"
+        )
+    storage = storage_for(target)
+    for name in (step, f"{step}.pt"):
+        if storage.is_folder(name) or storage.size(name) is not None:
+            raise ConfigError(
+                f"--ckpt-convert-save {target} holds {name} already, wanted a folder without it"
+            )
 
 
 def _tokenizer_files(path: str) -> list[Path]:

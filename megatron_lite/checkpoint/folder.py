@@ -6,6 +6,7 @@ SAVE/iter_0000015.tmp/                   being written, or left by a run that wa
 SAVE/iter_0000010.replaced/              the earlier step 10 while a new one takes its place
 """
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -55,16 +56,21 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
     found = None
     if config.load:
         storage = storage_for(config.load)
-        if not storage.is_folder() and not config.pretrained_checkpoint:
-            # A first start with --load and --save on the same folder is how runs that restart are written. Any other
-            # folder was named because something lies there: a misspelt one is no reason to start from random weights.
-            same = config.save is not None and config.save.rstrip("/") == config.load.rstrip("/")
-            if config.finetune or not same:
-                raise ConfigError(
-                    f"--load {config.load}: there is no such folder"
-                    + (", which --finetune starts from" if config.finetune else " (nor is it --save's)")
-                )
+        # A first start with --load and --save on the same folder is how runs that restart are written. Any other
+        # folder was named because something lies there: a misspelt one is no reason to start from random weights.
+        same = config.save is not None and same_folder(config.save, config.load)
+        if not storage.is_folder() and not config.pretrained_checkpoint and (config.finetune or not same):
+            raise ConfigError(
+                f"--load {config.load}: there is no such folder"
+                + (", which --finetune starts from" if config.finetune else " (nor is it --save's)")
+            )
         found = find_in(config.load, config.ckpt_step, rejected)
+        lies_there = [] if found or same or not storage.is_folder() else storage.names()
+        if lies_there:
+            raise ConfigError(
+                f"--load {config.load} holds no checkpoint but {_described(storage, lies_there)}; wanted a folder "
+                f"with {POINTER} and iter_* folders, or an empty one to start from random weights"
+            )
     if found is None and config.pretrained_checkpoint:
         found = find_in(config.pretrained_checkpoint, None, rejected, flag="--pretrained-checkpoint")
         if found is None:
@@ -79,6 +85,44 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
             else "--exit-on-missing-checkpoint is given without --load"
         )
     return found
+
+
+def same_folder(one: str, other: str) -> bool:
+    """Whether two paths or addresses name one folder, by whatever links and spellings."""
+    if "://" in one or "://" in other:
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def refuse_to_replace(config: CheckpointConfig, found: Found | None) -> None:
+    """A run that does not go on from --save's checkpoints must not write over them.
+
+    Raises:
+        ConfigError: unless --overwrite-checkpoints.
+    """
+    goes_on = found is not None and config.save and same_folder(parent_of(found.path)[0], config.save)
+    if not config.save or goes_on or config.overwrite_checkpoints:
+        return
+    complete, _ = survey(storage_for(config.save))
+    if complete:
+        raise ConfigError(
+            f"--save {config.save} holds checkpoints of another run (the newest of iteration {max(complete)}), which "
+            f"this run does not start from: --load {config.save} goes on from them, another --save leaves them alone, "
+            "--overwrite-checkpoints replaces those of the same iterations"
+        )
+
+
+def _described(storage: Storage, names: list[str]) -> str:
+    """What a folder holds instead of checkpoints, in words."""
+    if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
+        return "a Hugging Face model (tools/hf_import.py makes a checkpoint of it)"
+    if any(re.fullmatch(r"iter_\d+\.pt", name) for name in names):
+        return "files of --ckpt-convert-format torch, which torch.load reads and no run goes on from"
+    shown = [name for name in sorted(names) if not name.startswith(".")]
+    inner = [name for name in shown if storage.is_folder(name) and POINTER in storage.names(name)]
+    if inner:
+        return f"folders that hold checkpoints: {', '.join(inner[:5])}"
+    return f"{', '.join(shown[:5])}{f' and {len(shown) - 5:,} more' if len(shown) > 5 else ''}"
 
 
 def find_in(

@@ -14,6 +14,9 @@ class CheckpointConfig:
     save_interval: int | None = flag(None, "steps between saves; 0 = only at the end", minimum=0)
     save_retain_interval: int | None = flag(None, "keep only multiples of this and the newest", minimum=1)
     keep_last: int | None = flag(None, "ours: keep only the newest N checkpoints", minimum=1)
+    overwrite_checkpoints: bool = flag(
+        False, "ours: start anew in a --save that holds another run's checkpoints, replacing them one by one"
+    )
     async_save: bool = flag(False, "write in the background")
     ckpt_step: int | None = flag(None, "load this step, not the newest", minimum=0)
     finetune: bool = flag(False, "load weights only, start at step 0")

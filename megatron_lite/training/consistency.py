@@ -1,12 +1,18 @@
-"""--check-weight-hash-across-dp-replicas-interval: do ranks that hold the same weights hold the same bits?"""
+"""Replicas of the same weights hold the same bits (where a flag asks), so do tied copies; nothing saved is a NaN."""
 
 import hashlib
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.mesh import ParallelMesh, local_part
+from megatron_lite.mesh_sizes import AXES
+from megatron_lite.training.resume import named_tensors, tied_copies
+
+_CHECKSUM_PIECE = 1 << 22  # elements whose products are held at once
 
 
 class ReplicaError(RuntimeError):
@@ -41,3 +47,64 @@ def check_replicas(chunks: list[nn.Module], mesh: ParallelMesh, iteration: int) 
         raise ReplicaError(
             f"after iteration {iteration} the weights of replicas {different} differ from replica 0's at {place}"
         )
+
+
+@torch.no_grad()
+def check_tied_copies(
+    chunks: list[nn.Module], optimizer: torch.optim.Optimizer, mesh: ParallelMesh, iteration: int
+) -> None:
+    """Compare the embedding's weight and its copy in the head, with their optimizer state (one all-reduce over pp).
+
+    Both are read once: little beside a save, which calls this.
+
+    Raises:
+        ReplicaError: on every rank of the group: the copies have drifted apart.
+    """
+    if mesh.size("pp") == 1 or not any(chunk.tied for chunk in chunks):
+        return
+    copies = tied_copies(chunks, optimizer)
+    holders = [chunk for chunk in chunks if chunk.embedding is not None and chunk.lm_head is None]
+    own = named_tensors(
+        [("embedding", chunk.embedding.word_embeddings.weight) for chunk in holders], optimizer
+    )
+    difference = _checksum(own.values(), mesh.device) - _checksum(copies.values(), mesh.device)
+    if mesh.sum_over(difference, "pp").item():
+        raise ReplicaError(
+            f"after iteration {iteration} the embedding's weight and its tied copy in the head differ, in value or "
+            f"optimizer state, at {mesh.coordinates}: the checkpoint is not written"
+        )
+
+
+def _checksum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A sum over the bits of this rank's parts that knows their order; int64, which wraps around alike everywhere."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        whole = local_part(tensor.detach()).contiguous().reshape(-1)
+        bits = whole.view(torch.int32 if whole.element_size() == 4 else torch.int16)
+        for piece in bits.split(_CHECKSUM_PIECE):
+            weights = torch.arange(1, 2 * len(piece), 2, device=piece.device)
+            total = total * 31 + (piece * weights).sum().to(device)
+    return total
+
+
+@torch.no_grad()
+def nonfinite_tensors(tensors: Mapping[str, torch.Tensor], mesh: ParallelMesh) -> list[str]:
+    """Names of the tensors that hold a NaN or an infinity on any rank, the same list everywhere (collective).
+
+    One pass over this rank's parts: the largest magnitude of each, little beside writing them.
+    """
+    parts = {
+        name: local_part(tensor.detach())
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and local_part(tensor).numel()
+    }
+    largest = torch.stack(
+        [norm.to(mesh.device) for norm in torch._foreach_norm(list(parts.values()), math.inf)]
+    )
+    bad = (~largest.isfinite()).float()
+    if not mesh.sum_over(bad.sum(), *AXES).item():
+        return []
+    mine = [name for name, is_bad in zip(parts, bad.tolist(), strict=True) if is_bad]
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return sorted({name for names in everyone for name in names})

@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from megatron_lite.data.loader import Loader
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.pipeline import Batch, Pipeline
 from megatron_lite.training.batch_size import BatchSchedule
-from megatron_lite.training.consistency import check_replicas
+from megatron_lite.training.consistency import check_replicas, check_tied_copies, nonfinite_tensors
 from megatron_lite.training.evaluate import Evaluator, count_tokens, sum_loss
 from megatron_lite.training.gradients import (
     clip_gradients,
@@ -109,11 +109,17 @@ class Trainer:
             with self.timers("optimizer"):
                 self._update_weights(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        scale = self.loss_scale.scale
+        scale, overflow = self.loss_scale.scale, self.loss_scale.is_overflow(math.isfinite(loss))
         self.loss_scale.update(finite)
         self.state.loss_scale = self.loss_scale.to_dict()
         self._advance(batch_size, trained=finite)
-        self._note_nonfinite(finite, batch_size, loss, norm)
+        if overflow and not finite:
+            self.metrics.note(
+                f"iteration {state.iteration} skipped: the gradients overflowed at loss scale {scale:g}, "
+                f"the next step takes {self.loss_scale.scale:g}"
+            )
+        else:
+            self._note_nonfinite(finite, batch_size, loss, norm)
         return StepResult(
             loss=loss,
             grad_norm=norm,
@@ -239,7 +245,9 @@ class Trainer:
         started = time.perf_counter()
         rank_state = {} if config.no_save_rng else random_state(self.mesh.device)
         self._count_sources()
+        check_tied_copies(self.chunks, self.optimizer, self.mesh, self.state.iteration)
         tensors = checkpoint_tensors(self.chunks, None if config.no_save_optim else self.optimizer)
+        self._refuse_nonfinite(tensors)
         train_state = self.state.to_dict() | {"schedule": self.schedule.to_dict()}
         if not self.checkpointer.save(self.state.iteration, tensors, train_state, rank_state):
             return  # it has said why; the next due step, or the end, tries again
@@ -249,6 +257,19 @@ class Trainer:
         self.metrics.note(
             f"checkpoint of iteration {self.state.iteration} {how} {config.save} "
             f"({time.perf_counter() - started:.2f} s)"
+        )
+
+    def _refuse_nonfinite(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A state that no run can go on from must not become the newest checkpoint, nor let a good one be deleted."""
+        names = nonfinite_tensors(tensors, self.mesh)
+        if not names:
+            return
+        self.checkpointer.close()
+        last = f"the one of iteration {self._saved_iteration}" if self._saved_iteration else "none"
+        raise NonFiniteError(
+            f"after iteration {self.state.iteration} {', '.join(names[:4])}"
+            f"{f' and {len(names) - 4:,} more' if len(names) > 4 else ''} hold values that are not finite: nothing is "
+            f"saved; the last good checkpoint of this run: {last}"
         )
 
     def _check_replicas(self) -> None:

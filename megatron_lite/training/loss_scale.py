@@ -44,6 +44,10 @@ class LossScale:
             overflows_left=precision.hysteresis,
         )
 
+    def is_overflow(self, loss_is_finite: bool) -> bool:
+        """Whether gradients that are not finite mean only that the scale is still too large: it can go down."""
+        return self.dynamic and loss_is_finite and self.scale > self.minimum
+
     def update(self, finite: bool) -> None:
         """Note whether this step's gradients were finite (the same answer on every rank)."""
         if not self.dynamic:

@@ -1,6 +1,6 @@
 """The optimizer over all of my model chunks: parameter groups, construction, state by global parameter name."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,18 +73,17 @@ def set_schedule(
 
 
 def named_state(
-    chunks: list[nn.Module], optimizer: torch.optim.Optimizer
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """("optimizer.exp_avg.layers.0....", tensor) for every state tensor.
+    """("optimizer.exp_avg.layers.0....", tensor) for every state tensor of these (global name, parameter) pairs.
 
     Keys are global parameter names: integer keys of two pipeline ranks would overwrite each other in a
     checkpoint. State is made first where a step has not made it yet, so that a checkpoint can be read into it.
     """
-    for chunk in chunks:
-        for name, parameter in chunk.named_global_parameters():
-            for key, value in _state_of(optimizer, parameter).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{STATE_PREFIX}{key}.{name}", value
+    for name, parameter in parameters:
+        for key, value in _state_of(optimizer, parameter).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{STATE_PREFIX}{key}.{name}", value
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:

@@ -274,7 +274,7 @@ def _run(
         gc.collect()  # the receive buffers of the step before, of another size, are none of this one's
         accounting.start()
         trainer.step()
-        states = [tensor for _, tensor in named_state(chunks, optimizer)]
+        states = [t for c in chunks for _, t in named_state(c.named_global_parameters(), optimizer)]
         accounting.label(states, OPTIMIZER)
         accounting.label_rest(WORKSPACE, BUFFERS)
         buffers.append(accounting.live[BUFFERS])

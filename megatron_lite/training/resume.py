@@ -1,6 +1,6 @@
 """From a checkpoint to a run that goes on: what is read, what is left, and one line about each choice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from megatron_lite.checkpoint import Found, check_resumable
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.mesh import ParallelMesh
-from megatron_lite.training.gradients import counted_parameters
+from megatron_lite.training.gradients import copied_parameters, counted_parameters
 from megatron_lite.training.lr_schedule import Schedule, resumed_schedule
 from megatron_lite.training.optimizer import named_state
 from megatron_lite.training.state import TrainState, restore_random_state
@@ -21,25 +21,25 @@ def checkpoint_tensors(
     chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
     """{global name: tensor} of my chunks' weights and optimizer state. A tied weight's copy is left out."""
-    tensors = {name: parameter.data for name, parameter in counted_parameters(chunks)}
-    if optimizer is not None:
-        tensors |= dict(named_state(chunks, optimizer))
-    return tensors
+    return named_tensors(counted_parameters(chunks), optimizer)
 
 
 def tied_copies(chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """The same for the copies: they read what the first stage's weight reads."""
-    copies = [chunk for chunk in chunks if chunk.has_tied_copy]
-    tensors = {
-        name: parameter.data
-        for chunk in copies
-        for name, parameter in chunk.named_global_parameters()
-        if parameter is chunk.lm_head.weight
-    }
-    if optimizer is not None:
-        states = dict(named_state(copies, optimizer))
-        tensors |= {key: tensor for key, tensor in states.items() if key.endswith(tuple(tensors))}
-    return tensors
+    return named_tensors(copied_parameters(chunks), optimizer)
+
+
+def named_tensors(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
+    """{global name: tensor} of these (global name, parameter) pairs and of their optimizer state.
+
+    Two parameters of one name would replace each other: with V schedules a weight and its tied copy lie on one rank.
+    """
+    named = list(parameters)
+    weights = {name: parameter.data for name, parameter in named}
+    assert len(weights) == len(named), "two parameters of this rank have one global name"
+    return weights | (dict(named_state(named, optimizer)) if optimizer is not None else {})
 
 
 def resume(
@@ -49,13 +49,18 @@ def resume(
     optimizer: torch.optim.Optimizer,
     mesh: ParallelMesh,
     say: Say,
+    restarted: bool = False,
 ) -> tuple[TrainState, Schedule]:
     """Load what --load, --finetune, --pretrained-checkpoint and their kin ask for, or start afresh.
+
+    restarted: by torchrun after a failure, so that --save may hold what this same run saved.
 
     Raises:
         ConfigError: a checkpoint asked for by name is not there, does not fit the flags, or lacks tensors.
     """
     found = checkpointer.find()
+    if not restarted:
+        checkpointer.refuse_to_replace(found)
     if found is None:
         if config.checkpoint.load:
             say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")

@@ -67,3 +67,22 @@ def test_errors(load, tmp_path):
     for form in ("torch", "torch_dist"):
         with pytest.raises(ConfigError, match="file cannot be written"):
             convert(load, tmp_path / "file", form)
+
+
+@pytest.mark.parametrize(
+    "place", ["run", "run/", "run/../run", "link", "run/iter_0000010", "run/iter_0000010/new"]
+)
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_conversion_never_replaces_its_source(load, tmp_path, place, form):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="wanted another folder: it would be replaced"):
+        convert(load, f"{tmp_path}/{place}", form)
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_conversion_never_replaces_another(load, tmp_path, form):
+    convert(load, tmp_path / "new", form)
+    with pytest.raises(ConfigError, match="new holds iter_0000010.* already"):
+        convert(load, tmp_path / "new", form)

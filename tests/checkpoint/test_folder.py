@@ -4,7 +4,13 @@ import shutil
 
 import pytest
 
-from megatron_lite.checkpoint.folder import clear_leftovers, expired, find_checkpoint, find_in
+from megatron_lite.checkpoint.folder import (
+    clear_leftovers,
+    expired,
+    find_checkpoint,
+    find_in,
+    refuse_to_replace,
+)
 from megatron_lite.checkpoint.storage import storage_for
 from megatron_lite.config import CheckpointConfig, ConfigError
 from tests.checkpoint.folders import make_checkpoint, point
@@ -280,3 +286,44 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     clear_leftovers(storage_for(str(tmp_path)))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["iter_0000005", "iter_0000015", "iter_0000020", "mine.tmp", "tensorboard"]
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [
+        (["config.json", "model.safetensors"], "a Hugging Face model"),
+        (["iter_0000010.pt"], "files of --ckpt-convert-format torch"),
+        (["notes.txt", "events"], "events, notes.txt"),
+        (["iter_0000010.tmp"], "iter_0000010.tmp"),
+    ],
+)
+def test_a_folder_of_other_things_is_no_start_from_random_weights(tmp_path, names, says):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"--load {tmp_path} holds no checkpoint but {says}"):
+        find_checkpoint(CheckpointConfig(load=str(tmp_path)))
+    (tmp_path / "link").symlink_to(tmp_path)
+    for save in (tmp_path, f"{tmp_path}/", tmp_path / "link"):  # a run's own folder holds its logs at first
+        assert find_checkpoint(CheckpointConfig(load=str(tmp_path), save=str(save))) is None
+
+
+def test_the_parent_of_checkpoints_names_them(tmp_path):
+    make_checkpoint(tmp_path / "run", 5)
+    point(tmp_path / "run", 5)
+    with pytest.raises(ConfigError, match="folders that hold checkpoints: run"):
+        find_checkpoint(CheckpointConfig(load=str(tmp_path)))
+
+
+def test_a_run_does_not_write_over_another_ones_checkpoints(tmp_path):
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    make_checkpoint(mine, 5), make_checkpoint(other, 9)
+    fresh = CheckpointConfig(save=str(mine))
+    going_on = CheckpointConfig(save=str(mine), load=str(mine), ckpt_step=5)
+    elsewhere = CheckpointConfig(save=str(mine), load=str(other))
+    for config in (fresh, elsewhere):
+        with pytest.raises(ConfigError, match="newest of iteration 5.*--overwrite-checkpoints"):
+            refuse_to_replace(config, find_checkpoint(config))
+    refuse_to_replace(going_on, find_checkpoint(going_on))
+    refuse_to_replace(CheckpointConfig(save=str(mine), overwrite_checkpoints=True), None)
+    refuse_to_replace(CheckpointConfig(save=str(tmp_path / "new")), None)
+    refuse_to_replace(CheckpointConfig(), None)

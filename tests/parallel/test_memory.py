@@ -22,7 +22,7 @@ def _state_bytes(config):
     pipeline.train_step(my_part(batch, config, mesh), 4, 1.0)
     optimizer.step()
     parameters = [p for chunk in chunks for p in chunk.parameters()]
-    states = [t for _, t in named_state(chunks, optimizer) if t.dim()]
+    states = [t for c in chunks for _, t in named_state(c.named_global_parameters(), optimizer) if t.dim()]
     return [_bytes(tensors) for tensors in (parameters, [p.grad for p in parameters], states)]
 
 

@@ -1,9 +1,16 @@
-"""Tied weights on two stages: bit-equal copies after training, also when several passes make one step."""
+"""Tied weights on two stages: bit-equal copies after training, over accumulated passes and through a checkpoint."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config import CheckpointConfig
 from megatron_lite.mesh import build_mesh
+from megatron_lite.training.consistency import ReplicaError, check_tied_copies
 from megatron_lite.training.optimizer import build_optimizer
+from megatron_lite.training.resume import checkpoint_tensors, tied_copies
 from tests.parity import bare_loss, full, initial_whole_model, make_batches, make_config, my_part, set_up
 from tests.ranks import run_ranks
 
@@ -38,3 +45,93 @@ def test_copies_stay_equal_over_accumulated_passes():
     judge = model.embedding.word_embeddings.weight.grad
     for gradient in gradients:
         torch.testing.assert_close(gradient, judge, rtol=1e-5, atol=1e-5 * judge.abs().max().item())
+
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved-1f1b": 2,
+    "interleaved-zero-bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+TIED = {"untie_embeddings_and_output_weights": False, "num_layers": 4}
+
+
+class _Run:
+    """A tied model on two pipeline ranks: steps, a checkpoint, all bits of it."""
+
+    def __init__(self, config):
+        self.config, self.mesh = config, build_mesh(config, torch.device("cpu"))
+        self.chunks, self.pipeline = set_up(config, self.mesh)
+        self.optimizer = build_optimizer(self.chunks, config.optimizer)
+        self.checkpointer = Checkpointer(config, self.mesh.host_group, {}, self.mesh.coordinates)
+
+    def steps(self, batches):
+        for batch in batches:
+            self.optimizer.zero_grad()
+            self.pipeline.train_step(my_part(batch, self.config, self.mesh), 4, 1 / batch["labels"].numel())
+            self.optimizer.step()
+
+    def state(self):
+        sides = (f(self.chunks, self.optimizer) for f in (checkpoint_tensors, tied_copies))
+        return [{name: full(tensor) for name, tensor in side.items()} for side in sides]
+
+    def save(self):
+        check_tied_copies(self.chunks, self.optimizer, self.mesh, 2)
+        self.checkpointer.save(2, checkpoint_tensors(self.chunks, self.optimizer), {}, {})
+
+    def load(self):
+        found = self.checkpointer.find()
+        for tensors in (checkpoint_tensors, tied_copies):
+            self.checkpointer.load(found, tensors(self.chunks, self.optimizer))
+
+
+def _straight_and_resumed(folder):
+    """Per schedule: the states (own, copies) after four steps, and after two, a checkpoint and two more."""
+    outcomes = {}
+    for schedule, chunks in SCHEDULES.items():
+        config = make_config(pp=2, chunks=chunks, schedule=schedule, model=TIED)
+        place = CheckpointConfig(save=f"{folder}/{schedule}", load=f"{folder}/{schedule}")
+        config = replace(config, checkpoint=place)
+        batches = make_batches(config.training.global_batch_size, 4)
+        straight, resumed = _Run(config), _Run(config)
+        straight.steps(batches[:2])
+        straight.save()
+        straight.steps(batches[2:])
+        resumed.load()
+        resumed.steps(batches[2:])
+        outcomes[schedule] = (straight.state(), resumed.state())
+    return outcomes
+
+
+def test_a_resume_goes_on_to_the_bit_in_every_schedule(tmp_path):
+    ranks = run_ranks(_straight_and_resumed, 2, str(tmp_path), init=True)
+    for schedule in SCHEDULES:
+        own, copies = {}, {}
+        for straight, resumed in (rank[schedule] for rank in ranks):
+            for before, after in zip(straight, resumed, strict=True):
+                assert before.keys() == after.keys()
+                assert all(torch.equal(before[name], after[name]) for name in before), schedule
+            own, copies = own | straight[0], copies | straight[1]
+        assert set(copies) == {n for n in own if n.endswith(NAME)} and len(copies) == 4, schedule
+        assert all(torch.equal(copies[name], own[name]) for name in copies), schedule
+
+
+def _drift(what):
+    config = make_config(pp=2, chunks=2, schedule="zbv" if what == "zbv" else "interleaved-1f1b", model=TIED)
+    run = _Run(config)
+    run.steps(make_batches(config.training.global_batch_size, 1))
+    check_tied_copies(run.chunks, run.optimizer, run.mesh, 1)
+    copies = tied_copies(run.chunks, run.optimizer)
+    if copies:
+        tensor = copies[NAME if what == "weight" else f"optimizer.exp_avg.{NAME}"]
+        tensor[[3, 5]] = tensor[[5, 3]].clone()  # the same values in other places
+    with pytest.raises(ReplicaError, match="after iteration 1 the embedding's weight and its tied copy"):
+        check_tied_copies(run.chunks, run.optimizer, run.mesh, 1)
+    return True
+
+
+@pytest.mark.parametrize("what", ["weight", "average", "zbv"])
+def test_copies_that_drift_apart_stop_the_save(what):
+    assert run_ranks(_drift, 2, what, init=True) == [True, True]

@@ -21,6 +21,16 @@ def test_dynamic_by_hand():
     assert seen == [1024, 512, 256, 256, 256, 256, 256, 256, 256, 512, 512, 256]
 
 
+def test_an_overflow_is_none_at_the_smallest_scale_nor_with_a_loss_that_is_not_finite():
+    scale = LossScale.from_config(PrecisionConfig(fp16=True, initial_loss_scale=512.0, min_loss_scale=256))
+    assert scale.is_overflow(loss_is_finite=True) and not scale.is_overflow(loss_is_finite=False)
+    for _ in range(3):
+        scale.update(False)
+    assert scale.scale == 256 and not scale.is_overflow(loss_is_finite=True)
+    assert not LossScale.from_config(PrecisionConfig(fp16=True, loss_scale=512.0)).is_overflow(True)
+    assert not LossScale.from_config(PrecisionConfig(bf16=True)).is_overflow(True)
+
+
 def test_only_fp16_has_a_scale_and_a_fixed_one_stays():
     plain = LossScale.from_config(PrecisionConfig(bf16=True, loss_scale=8.0))
     fixed = LossScale.from_config(PrecisionConfig(fp16=True, loss_scale=8.0))

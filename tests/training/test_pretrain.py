@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.folders import is_intact
 from tests.runs import ROOT, flags, metrics, run_alone, train, training_steps, write_data
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -68,6 +69,31 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_gives_up_in_time(prefi
     assert "iteration 2 skipped" in done.stdout
     assert "its samples are 8 to 15" in done.stdout
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def test_fp16_finds_its_loss_scale_from_the_default(prefix, tmp_path):
+    train(1, flags(prefix, f"--fp16 --train-iters 40 --metrics-file {tmp_path}/m.jsonl"))
+    records = [r for r in metrics(tmp_path / "m.jsonl") if "lm loss" in r]
+    assert records[0]["loss-scale"] == 2.0**32 > records[-1]["loss-scale"] >= 1
+    assert records[-1]["skipped-iterations"] > 10  # more than --max-consecutive-nonfinite's default
+    assert records[-1]["nan-iterations"] == 0
+    assert records[-1]["lm loss"] < records[0]["lm loss"]
+
+
+def test_a_state_that_is_not_finite_is_not_saved_and_costs_no_good_checkpoint(prefix, tmp_path):
+    save = f"--save {tmp_path}/ckpt --load {tmp_path}/ckpt --save-interval 2 --keep-last 1 --no-load-optim"
+    train(1, flags(prefix, save, "--exit-interval 2"))
+    wild = (
+        "--lr 1e38 --min-lr 1e38 --lr-decay-style constant --weight-decay 100 --override-opt_param-scheduler"
+    )
+    done = run_alone(flags(prefix, save, wild))
+    assert done.returncode == 1
+    assert (
+        "layers.0.attention.k_proj.weight" in done.stderr and "hold values that are not finite" in done.stderr
+    )
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert is_intact(tmp_path / "ckpt" / "iter_0000002")
+    assert [p.name for p in (tmp_path / "ckpt").glob("iter_*")] == ["iter_0000002"]
 
 
 def test_iterations_to_skip(prefix, tmp_path):

@@ -137,7 +137,7 @@ def _measure(config, microbatches):
         pipeline.train_step(batch, microbatches, 1.0)
         optimizer.step()
     parameters = [p for chunk in chunks for p in chunk.parameters()]
-    states = [t for _, t in named_state(chunks, optimizer)]
+    states = [t for c in chunks for _, t in named_state(c.named_global_parameters(), optimizer)]
     kinds = (parameters, [p.grad for p in parameters], states)
     return [*(_bytes(tensors) for tensors in kinds), live.peak]
 
