@@ -81,7 +81,6 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         chunks = build_chunks(config, stages_of_rank(plans, mesh.rank("pp")), mesh, build)
         pipeline = Pipeline(config, plans, chunks, mesh)
         optimizer = build_optimizer(chunks, config.optimizer)
-
         layout = mesh_sizes(config) | {"chunks": config.parallel.num_virtual_stages_per_pipeline_rank}
         checkpointer = Checkpointer(config, mesh.host_group, layout, mesh.coordinates, tokenizer.files())
         loss_scale = LossScale.from_config(config.precision)
