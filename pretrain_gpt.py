@@ -23,14 +23,13 @@ if __name__ == "__main__":  # --help, --check and a wrong flag are answered befo
         sys.exit(0)
 
 # ruff: noqa: E402
-import torch.distributed as dist
 
+from megatron_lite import distributed
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.conversion import convert_checkpoint
 from megatron_lite.data.build import Builder, build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.distributed import from_first_rank, process_group, run_and_exit, seed_everything
 from megatron_lite.mesh import build_mesh
 from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import model_costs
@@ -60,17 +59,19 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         if environment.rank == 0:
             print(f"written: {convert_checkpoint(config.checkpoint)}")
         return 0
-    with process_group(config, environment) as device:
+    with distributed.process_group(config, environment) as device:
         stop = StopWatch(config.training, device, started)
         mesh = build_mesh(config, device)
-        seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank, mesh.rank("cp"), mesh.rank("tp"))
+        distributed.seed_everything(
+            config, mesh.rank("pp"), mesh.data_parallel_rank, mesh.rank("cp"), mesh.rank("tp")
+        )
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         config = with_vocabulary(config, tokenizer.vocab_size)
         say = print if environment.rank == 0 else lambda line: None
         for note in config.notes:
             say(f"note: {note}")
         # The first rank of each node builds index arrays, the others wait and read them.
-        builder = Builder(is_builder=environment.local_rank == 0, barrier=dist.barrier)
+        builder = Builder(environment.local_rank == 0, barrier=lambda: distributed.patient_barrier(config))
         datasets = build_datasets(config, tokenizer, sample_counts(config), builder, say)
 
         def build(stage: StagePlan) -> GPTChunk:
@@ -102,7 +103,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             )
 
         tracker = build_tracker(config, environment, state.wandb_run_id)
-        state.wandb_run_id = from_first_rank(tracker.wandb_run_id)
+        state.wandb_run_id = distributed.from_first_rank(tracker.wandb_run_id)
         timers, progress = Timers(config.logging, device), ProgressLog(config, environment)
         metrics = Metrics(config, device, environment.world_size, batches.total_iterations, tracker, timers)
         progress.started(state)
@@ -137,14 +138,12 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         else:
             evaluate_at_end(config, validation, "validation", metrics, state)
             evaluate_at_end(config, test, "test", metrics, state)
-        validation.close()
-        test.close()
-        checkpointer.close()
-        tracker.close()
+        for part in (validation, test, checkpointer, tracker):
+            part.close()
     return 0
 
 
 if __name__ == "__main__":
     if CONFIG.command.dry_run:
-        run_and_exit(lambda: rehearse(CONFIG), ENVIRONMENT)
-    run_and_exit(lambda: pretrain(CONFIG, ENVIRONMENT, STARTED), ENVIRONMENT)
+        distributed.run_and_exit(lambda: rehearse(CONFIG), ENVIRONMENT)
+    distributed.run_and_exit(lambda: pretrain(CONFIG, ENVIRONMENT, STARTED), ENVIRONMENT)

@@ -50,6 +50,30 @@ def set_default(name: str, value: str) -> str:
     return os.environ.setdefault(name, value)
 
 
+def prepare_libraries(deterministic: bool) -> list[str]:
+    """Set what CUDA, NCCL and gloo read when they start, so call it before; lines about what a user may not expect.
+
+    Sources: torch's notes on CUDA (allocator) and on reproducibility (cuBLAS), Megatron-LM's arguments.py, which asks
+    for the opposite of CUDA_DEVICE_MAX_CONNECTIONS=1 together with FSDP2, and for a fixed NCCL_ALGO when deterministic.
+    """
+    notes = []
+    set_default(
+        "TORCH_GLOO_LAZY_INIT", "1"
+    )  # a socket for each pair that talks, not for each pair of each group
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+        notes.append(
+            "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 is taken out of the environment: with FSDP it would make "
+            "communication and computation wait for each other"
+        )
+    if deterministic:
+        set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        notes.append(f"--deterministic-mode: NCCL_ALGO={set_default('NCCL_ALGO', 'Ring')}")
+    return notes
+
+
 def _number(variables: Mapping[str, str], name: str, default: int | None) -> int | None:
     text = variables.get(name, "")
     if not text:

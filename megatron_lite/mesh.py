@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config import Config
@@ -70,31 +71,57 @@ class ParallelMesh:
 def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
     """Make the mesh and every group. torch.distributed must be up with the world size the config says."""
     sizes = mesh_sizes(config)
-    root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-    tokens = root["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
+    # Hosts talk over the world group and the host group; a gloo mesh of sockets for every axis would be for nothing.
+    backend = "nccl" if device.type == "cuda" else None
+    override = None if backend is None else dict.fromkeys(AXES, backend)
+    root = init_device_mesh(
+        device.type, tuple(sizes.values()), mesh_dim_names=AXES, backend_override=override
+    )
+    tokens = root["dp_replicate", "dp_shard", "cp"]._flatten("tokens", backend)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     # Checkpoints talk among hosts while the device's own group is busy with training.
     checkpoint = config.checkpoint
     wanted = checkpoint.save or checkpoint.load or checkpoint.pretrained_checkpoint
     host_group = dist.new_group(backend="gloo", timeout=timeout) if wanted else None
-    axes = {axis: root[axis] for axis in AXES}
+    axes, fsdp_mesh = {axis: root[axis] for axis in AXES}, _fsdp_mesh(root, backend)
+    groups = {axis: mesh.get_group() for axis, mesh in axes.items()}
+    shards = fsdp_mesh.get_group(fsdp_mesh.ndim - 1)
+    _connect(groups | {"dp x cp": tokens.get_group(), "dp_shard x cp": shards}, device, timeout)
     return ParallelMesh(
         root,
         device,
-        _fsdp_mesh(root),
+        fsdp_mesh,
         tokens.get_group(),
         host_group,
         sizes,
         coordinates={axis: mesh.get_local_rank() for axis, mesh in axes.items()},
-        groups={axis: mesh.get_group() for axis, mesh in axes.items()},
+        groups=groups,
     )
 
 
-def _fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
+def _connect(groups: Mapping[str, dist.ProcessGroup], device: torch.device, timeout: timedelta) -> None:
+    """Give every group --distributed-timeout-minutes, and make its communicator by one number all-reduced.
+
+    DeviceMesh leaves groups with torch's own timeout, and a communicator that cannot be made is better known by its
+    axis now than in the middle of the first step.
+    """
+    for axis, group in groups.items():
+        if dist.get_backend(group) != "fake":  # a rehearsal's groups wait for nobody
+            _set_pg_timeout(timeout, group)
+        if dist.get_world_size(group) == 1:
+            continue
+        try:
+            dist.all_reduce(torch.ones(1, device=device), group=group)
+        except RuntimeError as error:
+            error.add_note(f"(the first message along {axis}, ranks {dist.get_process_group_ranks(group)})")
+            raise
+
+
+def _fsdp_mesh(root: DeviceMesh, backend: str | None) -> DeviceMesh:
     """The axes that FSDP shards over, flattened to one, behind the axis of replicas where there are any."""
     if root["cp"].size() == 1:
         return root["dp_shard"] if root["dp_replicate"].size() == 1 else root["dp_replicate", "dp_shard"]
-    shard = root["dp_shard", "cp"]._flatten("fsdp")
+    shard = root["dp_shard", "cp"]._flatten("fsdp", backend)
     if root["dp_replicate"].size() == 1:
         return shard
     with (

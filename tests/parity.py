@@ -1,13 +1,9 @@
-"""Train a tiny model in some layout, and the same model in a bare one-process loop: the two sides of a parity test.
+"""A tiny model, its batches and layouts for parity tests; both sides of the comparison are tools/verify_parity.py's."""
 
-The bare side uses none of the code under test but the model: no mesh, pipeline, FSDP, clipping or loss code.
-"""
-
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config import (
@@ -21,15 +17,20 @@ from megatron_lite.config import (
 )
 from megatron_lite.mesh import build_mesh
 from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.partition import plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Pipeline
-from megatron_lite.training.gradients import clip_gradients, gradient_norm, scale_gradients
-from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.optimizer import build_optimizer, set_schedule
+from tools.verify_parity import (
+    FACTOR,
+    Outcome,
+    judge,
+    mean_loss,
+    report,
+    run_layout,
+)
 
 VOCAB, SEQ_LENGTH, SEED = 59, 16, 1234
-FULL_PRECISION = PrecisionConfig()
 MODEL = ModelConfig(
     num_layers=8,
     hidden_size=32,
@@ -52,19 +53,6 @@ MODEL = ModelConfig(
     make_vocab_size_divisible_by=64,
     padded_vocab_size=64,
 )
-
-
-@dataclass
-class Outcome:
-    """Per step: loss per token, gradient norm before clipping; after the first step: gradients by global name.
-
-    After the last step: the loss of the first batch, forward only.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    evaluation: float = 0.0
 
 
 def make_config(
@@ -139,13 +127,6 @@ def make_batches(
     return batches
 
 
-def my_part(batch: dict[str, torch.Tensor], config: Config, mesh) -> dict[str, torch.Tensor]:
-    """Megatron's assignment: microbatch j gives data-parallel rank r the r-th run of micro_batch_size samples."""
-    size, ranks = config.training.micro_batch_size, mesh.data_parallel_size
-    pick = torch.arange(config.training.global_batch_size).view(-1, ranks, size)[:, mesh.data_parallel_rank]
-    return {key: tensor[pick.flatten()] for key, tensor in batch.items()}
-
-
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank of its mesh, as a copy."""
     tensor = tensor.detach()
@@ -164,35 +145,9 @@ def set_up(config: Config, mesh) -> tuple[list[GPTChunk], Pipeline]:
 
 
 def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:
-    """Run on every rank of the layout (a top-level function for run_ranks)."""
+    """Run on every rank of the layout (for run_ranks): a step a batch, then the first evaluated."""
     torch.manual_seed(0)
-    mesh = build_mesh(config, torch.device("cpu"))
-    chunks, pipeline = set_up(config, mesh)
-    optimizer = build_optimizer(chunks, config.optimizer)
-    outcome = Outcome([], [], {})
-    num_microbatches = config.training.global_batch_size // (
-        config.training.micro_batch_size * mesh.data_parallel_size
-    )
-    for batch in batches:
-        tokens = int((batch["labels"] != -100).sum())
-        scale = LossScale.from_config(config.precision).scale
-        loss_sum = pipeline.train_step(my_part(batch, config, mesh), num_microbatches, scale / tokens)
-        scale_gradients(chunks, 1 / scale)
-        outcome.losses.append(per_token(loss_sum, tokens, mesh))
-        outcome.norms.append(gradient_norm(chunks, mesh).item())
-        if not outcome.gradients:
-            for chunk in chunks:
-                for name, parameter in chunk.named_global_parameters():
-                    outcome.gradients[name] = full(parameter.grad)
-        clip_gradients(chunks, outcome.norms[-1], config.optimizer.clip_grad)
-        set_schedule(optimizer, lambda decoupled: 0.01, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    pipeline.set_training(False)
-    tokens = int((batches[0]["labels"] != -100).sum())
-    loss_sum = pipeline.eval_step(my_part(batches[0], config, mesh), num_microbatches)
-    outcome.evaluation = per_token(loss_sum, tokens, mesh)
-    return outcome
+    return run_layout(config, build_mesh(config, torch.device("cpu")), [*batches, batches[0]])
 
 
 def per_token(loss_sum: torch.Tensor, tokens: int, mesh) -> float:
@@ -201,88 +156,20 @@ def per_token(loss_sum: torch.Tensor, tokens: int, mesh) -> float:
     return loss_sum.item() / tokens
 
 
-def initial_whole_model(config: Config) -> GPTChunk:
-    """The whole model in one process with the initial weights by name."""
-    model = GPTChunk(config.model, range(config.model.num_layers))
-    with torch.no_grad():
-        for name, parameter in model.named_global_parameters():
-            rows = torch.arange(parameter.shape[0])
-            parameter.copy_(model.initial_rows(name, tuple(parameter.shape), rows, config.training.seed))
-    return model
+def bare_loss(model: GPTChunk, batch: dict[str, torch.Tensor], config: Config) -> torch.Tensor:
+    """The mean cross-entropy over the unmasked tokens of the whole batch, by plain autograd."""
+    return mean_loss(model, batch, config, torch.device("cpu"), compute_dtype(config.precision))
 
 
-def train_bare(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:
-    """The judge: one process, plain autograd over the whole global batch, torch's own clip and AdamW."""
-    model = initial_whole_model(config)
-    optimizers = bare_optimizers(config, model)
-    outcome = Outcome([], [], {})
-    for batch in batches:
-        loss = bare_loss(model, batch, config.precision)
-        loss.backward()
-        if not outcome.gradients:
-            outcome.gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        outcome.losses.append(loss.item())
-        outcome.norms.append(norm.item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        outcome.evaluation = bare_loss(model, batches[0], config.precision).item()
-    return outcome
-
-
-def bare_optimizers(config: Config, model: GPTChunk) -> list[torch.optim.Optimizer]:
-    """torch's own AdamW for everything, or torch's own Muon for the blocks' matrices and AdamW for the rest."""
-    muon = config.optimizer.optimizer == "muon"
-    matrices = {
-        n: p for n, p in model.named_parameters() if muon and n.startswith("layers.") and p.dim() == 2
-    }
-    rest = [p for n, p in model.named_parameters() if n not in matrices]
-    groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizers = [torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))]
-    if muon:
-        optimizers.append(
-            torch.optim.Muon(matrices.values(), lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+def assert_equals_one_process(
+    ranks: list[Outcome], config: Config, batches: list[dict[str, torch.Tensor]], factor: float = FACTOR
+) -> None:
+    """Every rank's losses and norms, and every parameter's gradient, are as near to fp64 as one process's."""
+    gradients = {name: g for outcome in ranks for name, g in outcome.gradients.items()}
+    for outcome in ranks[1:]:
+        assert (outcome.losses, outcome.norms) == (ranks[0].losses, ranks[0].norms), (
+            "ranks must agree to the bit"
         )
-    return optimizers
-
-
-def bare_loss(
-    model: GPTChunk, batch: dict[str, torch.Tensor], precision: PrecisionConfig = FULL_PRECISION
-) -> torch.Tensor:
-    """The mean cross-entropy over the unmasked tokens of the whole batch, in fp32.
-
-    In half precision the model computes with cast parameters, and their gradients come back in fp32.
-    """
-    dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
-    parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
-    extra = {key: t for key, t in batch.items() if key not in ("tokens", "labels")}
-    logits = torch.func.functional_call(model, parameters, (batch["tokens"],), extra)
-    logits = logits[..., : model.config.vocab_size].float()
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
-def assert_equal_outcomes(ranks: list[Outcome], judge: Outcome, tolerance: float = 1e-5) -> None:
-    """Every rank's losses and norms, and every parameter's gradient, equal the judge's within the tolerance."""
-    seen = {}
-    for outcome in ranks:
-        torch.testing.assert_close(outcome.losses, judge.losses, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(outcome.norms, judge.norms, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(outcome.evaluation, judge.evaluation, rtol=tolerance, atol=tolerance)
-        seen.update(outcome.gradients)
-    assert sorted(seen) == sorted(judge.gradients)
-    largest = max(gradient.abs().max().item() for gradient in judge.gradients.values())
-    for name, gradient in judge.gradients.items():
-        # A gradient that is zero but for rounding (a key's bias) is held to what rounding leaves of the others.
-        scale = max(gradient.abs().max().item(), 0.01 * largest)
-        torch.testing.assert_close(
-            seen[name],
-            gradient,
-            rtol=tolerance,
-            atol=tolerance * scale,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
+    whole = Outcome(ranks[0].losses, ranks[0].norms, gradients, ranks[0].evaluation)
+    rows = judge(config, whole, [*batches, batches[0]], torch.device("cpu"), factor)
+    assert not any(row.fails for row in rows), "\n" + report(rows, factor)

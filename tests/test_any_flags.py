@@ -45,7 +45,7 @@ def words_of(items, values):
 
 BASE = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --global-batch-size 48 --train-iters 40 --lr 1e-2 --mock-data --vocab-size 60 --check --world-size 12"""
-QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=120, suppress_health_check=list(HealthCheck))
 
 
 def answer(words):
@@ -86,7 +86,7 @@ def test_nonsense(words):
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_layer_lies_on_one_stage(layers, size, chunks):
     words = ["--num-layers", layers, "--pipeline-model-parallel-size", size, "--world-size", size]
     words += ["--num-virtual-stages-per-pipeline-rank", chunks, "--padded-vocab-size", 128]

@@ -67,7 +67,12 @@ class ParallelConfig:
         ("core_attn",), "what selective recomputes", nargs="+", choices=("core_attn", "layernorm", "mlp")
     )
     distributed_timeout_minutes: int = flag(10, "a collective older than this fails the run", minimum=1)
-    cpu: bool = flag(False, "ours: run on CPU with gloo even where a GPU is there")
+    device: str = flag(
+        "auto",
+        "ours: auto takes CUDA where torch or the machine has it, and refuses to fall back to the CPU",
+        choices=("auto", "cuda", "cpu"),
+    )
+    cpu: bool = flag(False, "ours: the same as --device cpu")
     use_cpu_initialization: bool = flag(False, "draw initial weights on the CPU")
     init_model_with_meta_device: bool = flag(False, "build on the meta device (always so here)")
 

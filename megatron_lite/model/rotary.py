@@ -85,10 +85,10 @@ class Rotation:
         return self.cos.device
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate the first R channels of x [B, S, N, D]; the rest pass through. Computed in fp32."""
+        """Rotate the first R channels of x [B, S, N, D]; the rest pass through. Computed in fp32 at least."""
         rotated_width = self.cos.shape[-1]
         rotated, rest = x[..., :rotated_width], x[..., rotated_width:]
-        wide = rotated.float()
+        wide = rotated.to(torch.promote_types(rotated.dtype, torch.float32))
         turned = (wide * self.cos + _quarter_turn(wide, self.interleaved) * self.sin).to(x.dtype)
         return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 

@@ -18,8 +18,9 @@ from megatron_lite.mesh import build_mesh
 from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.resume import checkpoint_tensors, tied_copies
-from tests.parity import full, initial_whole_model, make_config, set_up
+from tests.parity import full, make_config, set_up
 from tests.ranks import run_ranks
+from tools.verify_parity import initial_model
 
 TIED = {"untie_embeddings_and_output_weights": False, "padded_vocab_size": 61, "num_layers": 4}
 UNTIED = {"padded_vocab_size": 61, "num_layers": 4}  # one layer a rank with pp 4
@@ -36,7 +37,7 @@ LAYOUTS = {
 
 def weights_of(config):
     """{name: whole initial weight}, from a model that was never split."""
-    return {name: p.detach().clone() for name, p in initial_whole_model(config).named_global_parameters()}
+    return {name: p.detach().clone() for name, p in initial_model(config).named_global_parameters()}
 
 
 def whole_state(config):

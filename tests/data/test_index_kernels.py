@@ -83,7 +83,7 @@ def test_the_last_epoch_is_kept_apart_below_80_percent(wanted, apart):
     assert plan.samples_before_last == apart
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(lambda values: sum(values) >= 2),
     length=st.integers(1, 25),
@@ -121,7 +121,7 @@ def test_positions_past_2_to_the_31():
     assert (index[:, 0] * 10**8 + index[:, 1]).tolist() == [i * 10**6 for i in range(4000)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     weights=st.lists(st.integers(1, 1000), min_size=1, max_size=12),
     size=st.integers(0, 3000),
@@ -133,7 +133,7 @@ def test_blend_equals_the_loop(weights, size):
     assert (source.tolist(), number.tolist()) == blend_by_loop(share.tolist(), size)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 700), min_size=1, max_size=8))
 def test_exhaustive_blend_equals_the_loop(sizes):
     share = np.array(sizes) / sum(sizes)

@@ -65,7 +65,10 @@ def reference_blend(parts, weights, size):
         limits = [len(part) for part in parts]
         size = sum(limits) if size is None else min(size, sum(limits))
         limits = limits if size == sum(limits) else None
-    weights = np.array(weights) / np.sum(weights)
+    for _ in range(
+        2
+    ):  # Megatron-core does it in its configuration and once more when it builds: a tie may turn on it
+        weights = np.array(weights) / np.sum(weights)
     taken, rows = [0] * len(parts), []
     for i in range(size):
         lag = [
@@ -99,7 +102,7 @@ corpora = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     data=st.lists(st.tuples(corpora, st.integers(1, 9)), min_size=1, max_size=3),
     weighted=st.booleans(),
@@ -163,3 +166,9 @@ def test_any_corpus(tmp_path_factory, data, weighted, split, length, wanted, see
             made = [reference_rows(part[k], None, length, seed, keep) for part in parts]
             reference = reference_blend(made, None, size)
         assert rows_of(dataset) == reference
+
+
+def test_a_tie_falls_as_in_megatron_core():
+    """Weights 6, 4, 4, normalised once, would give 0 1 2 0 2 1 ...; golden values of megatron-core's builder."""
+    parts = [[(source, i) for i in range(10)] for source in range(3)]
+    assert [row[0] for row in reference_blend(parts, [6.0, 4.0, 4.0], 10)] == [0, 1, 2, 0, 1, 2, 0, 1, 0, 2]

@@ -54,7 +54,7 @@ class Rows(Samples):
         return f"row {index}, token {position}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     rows=st.lists(st.lists(st.integers(0, 3), min_size=0, max_size=9), min_size=1, max_size=4),
     eod=st.integers(0, 3),

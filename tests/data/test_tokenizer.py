@@ -43,7 +43,7 @@ def test_text_comes_back(made, kind):
     assert tokenizer.encode_batch([]) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\u2581"), max_size=40))
 def test_any_text_comes_back(made, text):
     for tokenizer in made.values():

@@ -73,7 +73,7 @@ def assert_equal(name, texts):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_the_same_ids_as_the_library(name, data):
     mixed = st.lists(st.sampled_from(KINDS), max_size=30).map("".join)

@@ -93,7 +93,7 @@ def pairs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=WORDS)
 def test_any_text_has_equal_ids(pairs, name, text):
     ours, theirs = pairs[name]

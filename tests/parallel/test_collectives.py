@@ -10,16 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.mesh import build_mesh
-from tests.parity import (
-    assert_equal_outcomes,
-    make_batches,
-    make_config,
-    my_part,
-    set_up,
-    train_bare,
-    train_in_layout,
-)
+from tests.parity import assert_equals_one_process, make_batches, make_config, set_up, train_in_layout
 from tests.ranks import run_ranks
+from tools.verify_parity import my_samples
 
 
 class Collectives(TorchDispatchMode):
@@ -47,7 +40,7 @@ def _counted(config):
         batch = {key: t[:samples] for key, t in make_batches(config.training.global_batch_size, 1)[0].items()}
         smaller = replace(config, training=replace(config.training, global_batch_size=samples))
         with Collectives() as collectives:
-            pipeline.train_step(my_part(batch, smaller, mesh), microbatches, 1.0)
+            pipeline.train_step(my_samples(batch, smaller, mesh), microbatches, 1.0)
         counters[microbatches] = collectives.seen
     return counters
 
@@ -154,4 +147,4 @@ def test_torchs_own_checks_of_collectives_are_silent(layout):
     batches = make_batches(config.training.global_batch_size, 1)
     env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     outcomes = run_ranks(train_in_layout, 4, config, batches, init=True, env=env)
-    assert_equal_outcomes(outcomes, train_bare(config, batches))
+    assert_equals_one_process(outcomes, config, batches)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron_lite.mesh import build_mesh
-from tests.parity import bare_loss, initial_whole_model, make_batches, make_config, my_part, per_token, set_up
+from tests.parity import bare_loss, make_batches, make_config, per_token, set_up
 from tests.ranks import run_ranks
+from tools.verify_parity import initial_model, my_samples
 
 
 def _evaluate(config, batches):
@@ -18,7 +19,7 @@ def _evaluate(config, batches):
 
     def evaluate(batch, microbatches):
         samples = microbatches * config.training.micro_batch_size
-        part = {key: t[:samples] for key, t in my_part(batch, config, mesh).items()}
+        part = {key: t[:samples] for key, t in my_samples(batch, config, mesh).items()}
         tokens = int((part["labels"] != -100).sum())
         losses.append(per_token(pipeline.eval_step(part, microbatches), tokens, mesh))
 
@@ -28,7 +29,7 @@ def _evaluate(config, batches):
             evaluate(batch, 4)
         evaluate(batches[0], 2)
         pipeline.set_training(True)
-        pipeline.train_step(my_part(batches[0], config, mesh), 4, 1.0)
+        pipeline.train_step(my_samples(batches[0], config, mesh), 4, 1.0)
     return losses, built
 
 
@@ -41,10 +42,10 @@ def test_one_schedule_serves_an_evaluation(layout):
     config = make_config(pp=2, **layout)
     batches = make_batches(config.training.global_batch_size)
     for losses, built in run_ranks(_evaluate, 2, config, batches, init=True):
-        model = initial_whole_model(config)  # no optimizer step is taken: the weights stay
+        model = initial_model(config)  # no optimizer step is taken: the weights stay
         with torch.no_grad():
-            wanted = [bare_loss(model, batch).item() for batch in batches]
-            wanted.append(bare_loss(model, {key: t[:2] for key, t in batches[0].items()}).item())
+            wanted = [bare_loss(model, batch, config).item() for batch in batches]
+            wanted.append(bare_loss(model, {key: t[:2] for key, t in batches[0].items()}, config).item())
         assert losses == pytest.approx(wanted * 2, rel=1e-5)
         assert built == [
             4,

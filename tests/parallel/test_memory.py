@@ -7,8 +7,9 @@ from megatron_lite.mesh import build_mesh
 from megatron_lite.training.gradients import local_part
 from megatron_lite.training.optimizer import build_optimizer, named_state
 from tests.parallel.live_bytes import MIB, MODEL, peaks
-from tests.parity import initial_whole_model, make_batches, make_config, my_part, set_up
+from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
+from tools.verify_parity import initial_model, my_samples
 
 WIDE = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 32}
 
@@ -19,7 +20,7 @@ def _state_bytes(config):
     chunks, pipeline = set_up(config, mesh)
     optimizer = build_optimizer(chunks, config.optimizer)
     batch = make_batches(config.training.global_batch_size, 1)[0]
-    pipeline.train_step(my_part(batch, config, mesh), 4, 1.0)
+    pipeline.train_step(my_samples(batch, config, mesh), 4, 1.0)
     optimizer.step()
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     states = [t for c in chunks for _, t in named_state(c.named_global_parameters(), optimizer) if t.dim()]
@@ -45,7 +46,7 @@ def _bytes(tensors):
 def test_states_are_total_over_shards(layout, copies):
     """fp32 weights, gradients of the same size, Adam's two averages; all ranks together hold `copies` of each."""
     config = make_config(model=WIDE, **layout)
-    total = sum(p.numel() for p in initial_whole_model(config).parameters()) * 4
+    total = sum(p.numel() for p in initial_model(config).parameters()) * 4
     ranks = run_ranks(_state_bytes, 4, config, init=True)
     for kind, per_element in enumerate((1, 1, 2)):
         seen = [rank[kind] for rank in ranks]
@@ -70,7 +71,7 @@ def test_schedules_and_recomputation_hold_less():
 def test_sharded_weights_and_gradients_are_never_whole():
     """dp 2, one block after the other: gathered weights and gradients of two units; else of the whole model."""
     model = {"hidden_size": 128, "ffn_hidden_size": 512, "num_layers": 12}
-    total = sum(p.numel() for p in initial_whole_model(make_config(model=MODEL | model)).parameters()) * 4
+    total = sum(p.numel() for p in initial_model(make_config(model=MODEL | model)).parameters()) * 4
     sharded = peaks(microbatches=2, samples=1, model=model, dp=2)[0]
     kept = peaks(microbatches=2, samples=1, model=model, dp=2, reshard_after_forward="never")[0]
     assert kept > 2 * total  # weights, and the sums of gradients in fp32

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity import assert_equal_outcomes, make_batches, make_config, train_bare, train_in_layout
+from tests.parity import assert_equals_one_process, make_batches, make_config, train_in_layout
 from tests.ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1, 4), (1, 1, 4, 2), (2, 1, 1, 4), (2, 1, 2, 4), (2, 2, 2, 4), (4, 1, 1, 8), (4, 2, 1, 8)]
@@ -163,10 +163,10 @@ def small(row):
     return row | {"model": {"num_layers": 4} | row.get("model", {})}
 
 
-def check(config, steps=3, tolerance=1e-5, documents=False):
+def check(config, steps=3, documents=False):
     batches = make_batches(config.training.global_batch_size, steps, documents)
     outcomes = run_ranks(train_in_layout, config.parallel.world_size, config, batches, init=True)
-    assert_equal_outcomes(outcomes, train_bare(config, batches), tolerance)
+    assert_equals_one_process(outcomes, config, batches)
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
@@ -204,9 +204,8 @@ def test_fsdp_and_recompute_equal_one_process(row):
 
 @pytest.mark.parametrize("row", PRECISION)
 def test_half_precision_equals_one_process_in_half_precision(row):
-    """To half precision's rounding: the parts are rounded before they are added up, the judge's sum after."""
     row = {"model": {"init_method_std": 0.05}} | PRECISION[row]
-    check(make_config(**row), steps=1, tolerance=5e-2 if row["precision"] == "bf16" else 1e-2)
+    check(make_config(**row), steps=1)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def counts(*args, **kwargs):
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 4), st.sampled_from(["loop", "v"]), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_layer_once_in_order_and_no_idle_stage(num_layers, pp, chunks, placement, data):
     ends = data.draw(st.tuples(st.floats(0, 5), st.floats(0, 5)))
     weights = StageWeights(embedding=ends[0], head=ends[1])
@@ -67,7 +67,7 @@ def test_every_layer_once_in_order_and_no_idle_stage(num_layers, pp, chunks, pla
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.floats(0, 4), st.floats(0, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_largest_stage_is_as_small_as_any_split_allows(num_layers, pp, embedding, head):
     """Against every possible split."""
     if num_layers < pp:

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 
 from megatron_lite.distributed import seed_everything
 from megatron_lite.mesh import build_mesh
-from tests.parity import full, make_batches, make_config, my_part, set_up
+from tests.parity import full, make_batches, make_config, set_up
 from tests.ranks import run_ranks
+from tools.verify_parity import my_samples
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
@@ -54,7 +55,7 @@ def _gradients(config, batch):
     mesh = build_mesh(config, torch.device("cpu"))
     chunks, pipeline = set_up(config, mesh)
     _seed(config, mesh)
-    pipeline.train_step(my_part(batch, config, mesh), 4, 1.0)
+    pipeline.train_step(my_samples(batch, config, mesh), 4, 1.0)
     return {name: full(p.grad) for c in chunks for name, p in c.named_global_parameters()}
 
 

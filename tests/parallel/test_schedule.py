@@ -136,7 +136,7 @@ def accepted_cases():
 seconds = st.floats(0.1, 10.0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(accepted_cases(), st.data())
 def test_every_schedule_runs_to_its_end_and_computes_everything_once(case, data):
     name, pp, microbatches, chunks = case
@@ -184,7 +184,7 @@ def _assert_dependencies(timeline, stages, times, p2p):
             assert begun >= end[stage, "I", microbatch]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 40), seconds, seconds)
 def test_bubble_of_gpipe_and_1f1b(name, pp, microbatches, forward, backward):
     if check_microbatches(name, pp, 1, microbatches):
@@ -195,7 +195,7 @@ def test_bubble_of_gpipe_and_1f1b(name, pp, microbatches, forward, backward):
     assert all(timeline.bubble(rank) == pytest.approx(expected) for rank in range(pp))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(2, 4), seconds, seconds)
 def test_bubble_of_interleaved(pp, rounds, chunks, forward, backward):
     microbatches = rounds * pp

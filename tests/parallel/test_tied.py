@@ -11,8 +11,9 @@ from megatron_lite.mesh import build_mesh
 from megatron_lite.training.consistency import ReplicaError, check_tied_copies
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.resume import checkpoint_tensors, tied_copies
-from tests.parity import bare_loss, full, initial_whole_model, make_batches, make_config, my_part, set_up
+from tests.parity import bare_loss, full, make_batches, make_config, set_up
 from tests.ranks import run_ranks
+from tools.verify_parity import initial_model, my_samples
 
 NAME = "embedding.word_embeddings.weight"
 
@@ -23,7 +24,7 @@ def _copies_and_gradient(config, batch):
     chunks, pipeline = set_up(config, mesh)
     optimizer = build_optimizer(chunks, config.optimizer)
     tokens = int((batch["labels"] != -100).sum())
-    mine = my_part(batch, config, mesh)
+    mine = my_samples(batch, config, mesh)
     half = mine["tokens"].shape[0] // 2
     for part in (slice(0, half), slice(half, None)):
         pipeline.train_step({key: t[part] for key, t in mine.items()}, 4, 1 / tokens)
@@ -40,8 +41,8 @@ def test_copies_stay_equal_over_accumulated_passes():
     weights = [w for _, weights in results for w in weights]
     assert len(weights) == 4  # each of two dp ranks gathers the copy of each of two stages
     assert all(torch.equal(weights[0], other) for other in weights)
-    model = initial_whole_model(config)
-    bare_loss(model, batch).backward()
+    model = initial_model(config)
+    bare_loss(model, batch, config).backward()
     judge = model.embedding.word_embeddings.weight.grad
     for gradient in gradients:
         torch.testing.assert_close(gradient, judge, rtol=1e-5, atol=1e-5 * judge.abs().max().item())
@@ -70,7 +71,9 @@ class _Run:
     def steps(self, batches):
         for batch in batches:
             self.optimizer.zero_grad()
-            self.pipeline.train_step(my_part(batch, self.config, self.mesh), 4, 1 / batch["labels"].numel())
+            self.pipeline.train_step(
+                my_samples(batch, self.config, self.mesh), 4, 1 / batch["labels"].numel()
+            )
             self.optimizer.step()
 
     def state(self):

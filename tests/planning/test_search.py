@@ -19,7 +19,7 @@ def flags_of_model(layers=8, heads=8, batch=64, seq=2048):
     return [*SMALL, *(str(word) for pair in sizes.items() for word in pair)]
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(
     layers=st.integers(2, 13),
     heads=st.sampled_from([4, 6, 8]),

@@ -39,7 +39,7 @@ def _verify(config, fault=None):
     """On every rank: plant the fault in the code that only the layout's side runs, then verify."""
     if fault is not None:
         FAULTS[fault]()
-    return verify_parity.verify(config, torch.device("cpu"), 2, 1e-5)
+    return verify_parity.verify(config, torch.device("cpu"), 2, verify_parity.FACTOR)
 
 
 def scaled_gradients():
@@ -198,7 +198,7 @@ def test_a_large_run_keeps_its_layout_and_loses_its_size():
 
 @pytest.mark.parametrize(
     ("more", "code", "text"),
-    [("", 0, "EQUAL"), ("--parity-tolerance 1e-30", 1, "DIFFERENT"), ("--nonsense", 2, "--nonsense")],
+    [("", 0, "EQUAL"), ("--parity-factor 1e-9", 1, "DIFFERENT"), ("--nonsense", 2, "--nonsense")],
 )
 def test_the_command(more, code, text):
     """One process without torchrun: the exit code and what it prints."""
@@ -215,9 +215,21 @@ def test_the_command(more, code, text):
     assert text in done.stdout + done.stderr
 
 
-def test_rounding_may_grow_from_the_third_step_on_and_faults_may_not():
-    """The same relative difference in every step: only where rounding cannot have grown so far does it fail."""
-    judge = verify_parity.Outcome([1.0] * 4, [1.0] * 4, {"a": torch.ones(2)}, 1.0)
-    layout = verify_parity.Outcome([1.00005] * 4, [1.0] * 4, {"a": torch.ones(2)}, 1.00005)
-    failed = [row.name for row in verify_parity.compare(layout, judge) if verify_parity.fails(row, 1e-5)]
-    assert failed == ["loss of step 0", "loss of step 1"]
+def test_a_layout_may_round_as_one_process_does_and_a_few_times_more():
+    """Truth 1 everywhere: below the floor nothing fails, above it what exceeds the factor."""
+
+    def outcome(loss, gradient):
+        return verify_parity.Outcome([loss] * 2, [1.0] * 2, {"a": torch.full((2,), gradient)}, 1.0)
+
+    def failed(layout, one):
+        rows = verify_parity.compare(layout, one, outcome(1.0, 1.0), unit=1e-7, factor=8)
+        return [row.name for row in rows if row.fails]
+
+    exact = outcome(1.0, 1.0)
+    assert failed(outcome(1 + 6e-6, 1 + 6e-6), exact) == []
+    assert failed(outcome(1 + 7e-6, 1 + 7e-6), exact) == ["loss of step 0", "loss of step 1", "gradient of a"]
+    assert failed(outcome(1 + 7e-4, 1 + 7e-4), outcome(1 + 1e-4, 1 - 1e-4)) == []
+    assert failed(outcome(1 + 9e-4, 1 + 9e-4), outcome(1 + 1e-4, 1 - 1e-4)) != []
+    assert failed(outcome(float("nan"), 1.0), exact) == ["loss of step 0", "loss of step 1"]
+    without = verify_parity.Outcome([1.0] * 2, [1.0] * 2, {}, 1.0)
+    assert failed(without, exact) == ["gradient of a"]

@@ -26,7 +26,7 @@ def megatron_ramp_up(consumed, start, increment, ramp, final):
     return start + int(consumed / per_increment) * increment
 
 
-@settings(max_examples=50, deadline=None)  # the machine may be busy
+@settings(max_examples=50)
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(0, 40), st.integers(1, 5000), st.data())
 def test_ramp_up_is_megatrons_at_every_sample(start, increment, count, ramp, data):
     final = start + increment * count
@@ -55,7 +55,7 @@ def test_gpt3s_ramp_up():
     assert (schedule.total_iterations, schedule.total_samples) == (iterations, consumed)
 
 
-@settings(max_examples=50, deadline=None)  # the machine may be busy
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), max_size=6),
     st.integers(1, 40),
@@ -73,7 +73,7 @@ def test_totals_equal_walking_step_by_step(more, first_batch, iterations):
         consumed += schedule.global_batch_size(consumed)
 
 
-@settings(max_examples=50, deadline=None)  # the machine may be busy
+@settings(max_examples=50)
 @example(206)  # the last batch of 8 leaves room for one of 6, not for another of 8
 @given(st.integers(0, 3000))
 def test_train_samples_counts_whole_batches(samples):

@@ -18,9 +18,10 @@ from megatron_lite.training.gradients import local_part
 from megatron_lite.training.optimizer import build_optimizer, named_state
 from megatron_lite.training.rehearsal import describe, ranks_to_rehearse, rehearse_rank
 from tests.parallel.live_bytes import LiveBytes
-from tests.parity import initial_whole_model, make_batches, make_config, my_part, set_up
+from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
 from tests.runs import MODEL, ROOT, TRAINING, run_alone
+from tools.verify_parity import initial_model, my_samples
 
 # Wide enough that activations and weights, not small change, are what is seen; every shard is of equal size.
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16, "num_layers": 4}
@@ -58,7 +59,7 @@ def config_of(**layout):
 
 
 def total_parameters(config):
-    return sum(p.numel() for p in initial_whole_model(config).parameters())
+    return sum(p.numel() for p in initial_model(config).parameters())
 
 
 SHORT = ("all", "offload", "dualpipev")  # the others are as many seconds each: run by hand
@@ -128,7 +129,7 @@ def _measure(config, microbatches):
     with EveryByte() as live:
         chunks, pipeline = set_up(config, mesh)
         optimizer = build_optimizer(chunks, config.optimizer)
-        batch = my_part(make_batches(config.training.global_batch_size, 1)[0], config, mesh)
+        batch = my_samples(make_batches(config.training.global_batch_size, 1)[0], config, mesh)
         pipeline.train_step(batch, microbatches, 1.0)
         optimizer.step()
         optimizer.zero_grad()
