@@ -1,7 +1,7 @@
 """What is applied to a model chunk, in this order: tensor -> context -> recompute -> compile -> FSDP -> weights.
 
-Plain modules go in on the meta device; sharded modules with their initial weights come out. Recompute lies
-inside compile and FSDP, so a block that runs again in backward finds its parameters gathered.
+Plain modules go in on the meta device; sharded modules with their initial weights come out. Selective recompute lies
+inside a layer's compiled graph, full recompute outside of compiled layers and FSDP.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
         apply_context_parallel(chunk, mesh)
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
-        compile_blocks(chunk)
+        compile_layers(chunk, config, mesh.device)
     if is_unsharded(config):
         chunk.to_empty(device=mesh.device)
         if chunk.tied and chunk.embedding is not None and chunk.lm_head is not None:
@@ -57,10 +57,18 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
     return chunk
 
 
-def compile_blocks(chunk: nn.Module) -> None:
-    """torch.compile each block: they share one compiled graph, and FSDP's hooks stay outside it."""
+def compile_layers(chunk: nn.Module, config: Config, device: torch.device) -> None:
+    """torch.compile each layer: they share one graph, and FSDP's hooks stay outside it.
+
+    A layer that is not one graph is an error, not a slow run, but where core attention is known to run outside of it:
+    document by document, or under a tensor rank's own RNG state.
+    """
+    model, parallel = config.model, config.parallel
+    by_document = config.data.reset_attention_mask and (model.attention_dropout > 0 or device.type != "cuda")
+    own_state = parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel
+    own_state = own_state and model.attention_dropout > 0
     for layer in chunk.layers.values():
-        layer.compile(fullgraph=False)
+        layer.compile(fullgraph=not (by_document or own_state))
 
 
 @torch.no_grad()

@@ -75,6 +75,10 @@ class OwnRandomness(nn.Module):
         """As the core's forward."""
         if not (self.training and self.core.dropout):
             return self.core(q, *inputs)
+        return self._run(q, *inputs)
+
+    @torch.compiler.disable  # dynamo traces no generator state: one break here, where there would be a graph a layer
+    def _run(self, q: torch.Tensor, *inputs: Any) -> torch.Tensor:
         seed = int(torch.randint(1 << 62, ())) + self.rank
         devices = [q.device] if q.is_cuda else []
         with torch.random.fork_rng(devices):
