@@ -42,7 +42,7 @@ def save_pieces(
     Raises:
         CheckpointException: on every rank, when any rank failed.
     """
-    writer = _Writer(storage, folder)
+    writer = _Writer(storage, folder, from_gpu=any(piece.local.is_cuda for piece in pieces.values()))
     planner = _Planner(storage.free_bytes())
     # The manifest holds a hash of every file; zip's own checksum would be computed on top, at a third of its speed.
     with torch.utils.serialization.config.patch("save.compute_crc32", False):
@@ -123,10 +123,15 @@ def _is_needed(item: WriteItem) -> bool:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's file writer on a Storage."""
+    """DCP's file writer on a Storage.
 
-    def __init__(self, storage: Storage, folder: str) -> None:
-        super().__init__(folder, sync_files=False)  # _HashedFile brings the bytes to the disk itself
+    from_gpu: copy tensors to the host while others are written. With CUDA on the machine DCP would do so for host
+    tensors too: a context on GPU 0 from each rank's background thread, and from runs on the CPU.
+    """
+
+    def __init__(self, storage: Storage, folder: str, from_gpu: bool = False) -> None:
+        ahead = {} if from_gpu else {"per_thread_copy_ahead": 0}
+        super().__init__(folder, sync_files=False, **ahead)  # _HashedFile brings the bytes to the disk itself
         self.fs = _Files(storage)
         self.path = folder
 

@@ -1,5 +1,6 @@
 """Saves that fail, that run in the background, that are cut off at every step of the way."""
 
+import errno
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megatron_lite.checkpoint import find_in
+from megatron_lite.checkpoint import find_in, host_copy
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.dcp import _HashedFile
 from megatron_lite.checkpoint.host_copy import HostCopy
@@ -224,13 +226,100 @@ def test_a_copy_that_finds_no_memory_is_a_failed_save(tmp_path, monkeypatch, cap
     saver = checkpointer(tmp_path, async_save=True)
 
     def no_memory(*args, **kwargs):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory\nmore")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("megatron_lite.checkpoint.host_copy.torch.empty", no_memory)
+    monkeypatch.setattr("megatron_lite.checkpoint.host_copy.mmap.mmap", no_memory)
     saver.save(5, {"a": torch.ones(3)}, {}, {})
     saver.close()
-    assert "no host memory for a copy of the state" in capsys.readouterr().out
+    line = capsys.readouterr().out
+    assert "no host memory for a copy of the state (12 bytes)" in line and "Cannot allocate" in line
     assert names(tmp_path) == []
+
+
+class FakeCuda:
+    """Stands for torch.cuda where there is no GPU: CPU tensors pass for GPU 3's, and every call is kept."""
+
+    def __init__(self, monkeypatch, error=None):
+        self.calls, self.pinned, self.error = [], {}, error
+        named = {
+            "Stream": self,
+            "stream": nullcontext(),
+            "current_stream": self,
+            "cudart": self,
+            "set_device": None,
+        }
+        for name, result in named.items():
+            monkeypatch.setattr(torch.cuda, name, self._kept(name, result))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "check_error", self.check)
+        monkeypatch.setattr(host_copy, "device_of", lambda pieces: torch.device("cuda", 3))
+
+    def _kept(self, name, result):
+        def call(*args):
+            self.calls.append((threading.current_thread().name, name, *args))
+            return result
+
+        return call
+
+    def check(self, code):
+        if code:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def cudaHostRegister(self, start, size, flags):  # noqa: N802  CUDA's name
+        self.pinned |= {} if self.error else {start: size}
+        return self.error
+
+    def cudaHostUnregister(self, start):  # noqa: N802
+        del self.pinned[start]
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        assert event is self
+
+    def synchronize(self):
+        pass
+
+
+def test_a_background_save_from_a_gpu_pins_the_state_once_and_touches_no_other_gpu(tmp_path, monkeypatch):
+    cuda, saver = FakeCuda(monkeypatch), checkpointer(tmp_path, async_save=True, keep_last=1)
+    state = {
+        f"w{n}": torch.full((3, 7 + n), float(n)) for n in range(20)
+    }  # torch would pin 1.5 times as much
+    state |= {
+        "flag": torch.ones(5, dtype=torch.bool),
+        "half": torch.ones(3).bfloat16(),
+        "none": torch.ones(0, 4),
+    }
+    state |= {"steps": torch.tensor([4]), "scalar": torch.tensor(2.0), "double": torch.ones(3).double()}
+    regions = set()
+    for step in range(1, 21):
+        assert saver.save(step, state, {}, {})
+        saver.close()
+        regions |= set(cuda.pinned.items())
+    in_thread = [call[1:] for call in cuda.calls if call[0] == "checkpoint"]
+    assert in_thread[0] == ("set_device", torch.device("cuda", 3))
+    assert {name for name, *_ in in_thread} == {"set_device", "Stream", "stream", "cudart"}, "DCP's none"
+    ((_, size),) = regions  # one region for all saves
+    assert size == sum(tensor.nbytes for tensor in state.values())
+    reader = CheckpointReader(str(tmp_path))
+    assert all(torch.equal(reader.read(name), tensor) for name, tensor in state.items())
+    saver.save(21, {"other": torch.ones(1000)}, {}, {})
+    saver.close()
+    assert list(cuda.pinned.values()) == [4000], "the former region is given back"
+    assert CheckpointReader(str(tmp_path)).read("other").sum() == 1000
+
+
+def test_a_host_that_cannot_pin_is_a_failed_save(tmp_path, monkeypatch, capsys):
+    FakeCuda(monkeypatch, error=2)
+    saver = checkpointer(tmp_path, async_save=True)
+    saver.save(5, {"a": torch.ones(3)}, {}, {})
+    saver.close()
+    assert (
+        "no host memory for a copy of the state (12 bytes): CUDA error: out of memory"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_tokenizer_file_that_is_not_there_is_known_at_start(tmp_path):
