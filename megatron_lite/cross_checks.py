@@ -254,13 +254,19 @@ def _check_pipeline(config: Config) -> None:
             f"--pipeline-model-parallel-size {size}"
         )
     batches = BatchSchedule.from_config(config)
-    counts = {size // batches.samples_per_microbatch for _, size in batches.steps}
-    for count in sorted(counts):
-        microbatches = _pass_size(config, count)
+    evaluation = config.evaluation
+    sizes = {size: "" for _, size in batches.steps}
+    if evaluation.eval_iters or evaluation.full_validation:
+        sizes.setdefault(
+            evaluation.eval_global_batch_size,
+            f"--eval-global-batch-size {evaluation.eval_global_batch_size}: ",
+        )
+    for batch_size, where in sorted(sizes.items()):
+        microbatches = _pass_size(config, batch_size // batches.samples_per_microbatch)
         name = runnable_schedule(parallel.pipeline_schedule, size, microbatches)
         reason = check_microbatches(name, size, chunks, microbatches)
         if reason is not None:
-            raise ConfigError(reason)
+            raise ConfigError(where + reason)
 
 
 def _pass_size(config: Config, microbatches: int) -> int:
@@ -277,7 +283,7 @@ def _idle_flags(config: Config) -> list[str]:
         (
             "without --save",
             checkpoint.save,
-            ("save_interval", "async_save", "save_retain_interval", "keep_last"),
+            ("save_interval", "async_save", "save_retain_interval", "keep_last", "log_progress"),
         ),
         ("without --load", checkpoint.load, ("no_load_optim", "no_load_rng", "exit_on_missing_checkpoint")),
         (

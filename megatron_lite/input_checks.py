@@ -1,5 +1,6 @@
 """Checks of where things come from and go to: data, tokenizer, checkpoints, logs; and whether the files are there."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -41,6 +42,7 @@ def check_data_source(config: Config) -> None:
         )
     if per_split and data.train_data_path is None and not config.training.skip_train:
         raise ConfigError(f"{'/'.join(per_split)} without --train-data-path: there is nothing to train on")
+    _check_there_is_training_data(config)
     for name in ("data", "train_data", "valid_data", "test_data"):
         words = getattr(data, f"{name}_path")
         if words is not None and not words:
@@ -53,6 +55,24 @@ def check_data_source(config: Config) -> None:
             raise ConfigError(f"--tokenizer-type {data.tokenizer_type} needs --{name.replace('_', '-')}")
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
+
+
+def _check_there_is_training_data(config: Config) -> None:
+    data, training = config.data, config.training
+    if training.skip_train or 0 in (training.train_iters, training.train_samples):
+        return
+    if data.split is not None and float(data.split.split(",")[0]) == 0:
+        raise ConfigError(
+            f"--split {data.split} gives training nothing, wanted a first weight above 0, or --skip-train"
+        )
+    if data.per_split_data_args_path and Path(data.per_split_data_args_path).is_file():
+        try:
+            named = json.loads(Path(data.per_split_data_args_path).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return  # what is wrong with the file is said where it is read
+        if isinstance(named, dict) and not named.get("train"):
+            flag = f"--per-split-data-args-path {data.per_split_data_args_path}"
+            raise ConfigError(f"{flag} names no data for train, wanted some, or --skip-train")
 
 
 def missing_files(config: Config) -> list[str]:
@@ -152,5 +172,3 @@ def check_logging(config: Config) -> None:
             f"--timeline-step-end {logging.timeline_step_end} is not after --timeline-step-start "
             f"{logging.timeline_step_start}"
         )
-    if logging.log_progress and config.checkpoint.save is None:
-        raise ConfigError("--log-progress writes SAVE/progress.txt: give --save")

@@ -76,8 +76,9 @@ _ACCEPTED: dict[str, str] = {
     ),
     "main weights, gradients and optimizer state are fp32": (
         "--megatron-fsdp-main-params-dtype=fp32|auto --megatron-fsdp-main-grads-dtype=fp32|auto "
-        "--use-precision-aware-optimizer --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32 "
-        "--exp-avg-sq-dtype=fp32 --accumulate-allreduce-grads-in-fp32"
+        "--use-precision-aware-optimizer --main-grads-dtype=fp32|bf16 --main-params-dtype=fp32|fp16 "
+        "--exp-avg-dtype=fp32|fp16|bf16|fp8 --exp-avg-sq-dtype=fp32|fp16|bf16|fp8 "
+        "--accumulate-allreduce-grads-in-fp32"
     ),
     "--grad-reduce-in-bf16 says in what format gradients are reduced": "--megatron-fsdp-grad-comm-dtype=",
     "attention, softmax and fused kernels are PyTorch's own": (
@@ -117,7 +118,23 @@ _ACCEPTED: dict[str, str] = {
     "the mesh is tp-cp-dp-pp, innermost first": "--use-tp-pp-dp-mapping",
     "torchrun tells each process its rank": "--local-rank= --local_rank=",
     "the model is dense": (
-        "--expert-model-parallel-size=1 --expert-tensor-parallel-size= --expert-tensor-parallel-num-weight-shards=1"
+        "--expert-model-parallel-size=1 --expert-tensor-parallel-size= --expert-tensor-parallel-num-weight-shards=1 "
+        "--moe-grouped-gemm --moe-token-dispatcher-type= --moe-router-topk= --moe-router-load-balancing-type=+ "
+        "--moe-aux-loss-coeff=+ --moe-z-loss-coeff= --moe-input-jitter-eps= --moe-router-score-function= "
+        "--moe-router-pre-softmax --moe-router-num-groups= --moe-router-group-topk= "
+        "--moe-router-topk-scaling-factor= --moe-router-dtype= --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate= --moe-router-fusion --moe-router-force-load-balancing "
+        "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization --moe-permute-fusion "
+        "--moe-per-layer-logging --moe-expert-capacity-factor= --moe-pad-expert-input-to-capacity "
+        "--moe-token-drop-policy= --moe-token-dropping --moe-layer-recompute --moe-layer-freq= --moe-extended-tp "
+        "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size= --moe-shared-expert-gate "
+        "--moe-use-legacy-grouped-gemm --moe-enable-deepep --moe-deepep-num-sms= --moe-flex-dispatcher-backend= "
+        "--moe-hybridep-num-sms= --moe-apply-probs-on-input --overlap-moe-expert-parallel-comm"
+    ),
+    "only multi-latent attention reads it": (
+        "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --cache-mla-latents "
+        "--mscale= --mscale-all-dim= --beta-fast= --beta-slow= --rotary-scaling-factor= "
+        "--original-max-position-embeddings="
     ),
     "weights are sharded over --tensor-model-parallel-size ranks": "--tensor-parallel-num-weight-shards=",
     "no [S, S] mask is ever made": (
@@ -183,13 +200,10 @@ _REFUSED: dict[str, str] = {
     ),
     "mixture of experts is not supported: this trains dense models": (
         "--num-experts --use-tutel --router-aux-loss-coef --expert-interval --topk --mlp-type "
-        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release --create-moe-param-group"
+        "--ep-overlap-early-attn-memory-release --create-moe-param-group"
     ),
-    "multi-latent attention is not supported: use multi-head or grouped-query attention": (
-        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
-        "--cache-mla-latents "
-        "--mscale --mscale-all-dim --beta-fast --beta-slow --rotary-scaling-factor --original-max-position-embeddings"
-    ),
+    "multi-latent attention is not supported: use multi-head or grouped-query attention": "--multi-latent-attention",
+    "a layer spec of Megatron's own modules has no counterpart: flags describe the model, leave it out": "--spec",
     "multimodal and vision models are not supported: this trains text models": (
         "--img-h --img-w --num-channels --patch-dim --num-classes --classes-fraction --data-per-class-fraction "
         "--no-data-sharding --head-lr-mult --iter-per-epoch --mask-type --mask-factor --mrope-section --freeze-LM "
@@ -213,7 +227,7 @@ _REFUSED: dict[str, str] = {
     ),
     "state-space and hybrid models are not supported: this trains transformers": (
         "--is-hybrid-model --disable-mamba-mem-eff-path "
-        "--spec --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json"
+        "--heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json"
     ),
     "multi-token prediction is not supported": "--use-multi-token-prediction",
     "sparse and linear attention are not supported: --window-size gives a sliding window": (

@@ -80,8 +80,12 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
     if not kept.model.group_query_attention:
         given -= {"num_query_groups"}  # not read there, so it cannot contradict
     tokenizer = config.data.tokenizer_type or kept.data.tokenizer_type
-    # A NullTokenizer adds its end of document to --vocab-size; what is stored counts it already.
-    added = int(tokenizer == "NullTokenizer")
+    # A NullTokenizer adds its end of document to --vocab-size; what is stored counts it already. A model that came
+    # without a tokenizer goes on with one, as its size alone asks for.
+    files = ("tokenizer_model", "vocab_file", "merge_file")
+    named = any(getattr(data, name) for data in (config.data, kept.data) for name in files)
+    null = tokenizer == "NullTokenizer" or (tokenizer is None and not named)
+    added = int(null)
     contradictions = []
     for name in sorted((given - _TRAINING_ONLY) & stored.get("model", {}).keys()):
         here, there = getattr(config.model, name), getattr(kept.model, name)
@@ -98,10 +102,12 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
         for name in given
         if name in _TRAINING_ONLY or name == "vocab_size" or name not in stored.get("model", {})
     }
+    if "padded_vocab_size" not in given:
+        ours["padded_vocab_size"] = None  # follows from the tensor parallel size at hand
     merged = replace(config, model=replace(kept.model, **ours))
     if not _TOKENIZER & config.given:
         merged = _with(merged, "data", **{name: getattr(kept.data, name) for name in _TOKENIZER})
-    if merged.data.tokenizer_type == "NullTokenizer" and kept.model.vocab_size and "vocab_size" not in given:
+    if null and kept.model.vocab_size and "vocab_size" not in given:
         merged = _with(merged, "model", vocab_size=kept.model.vocab_size - 1)
     return merged
 
@@ -255,8 +261,8 @@ def _complete_data(config: Config) -> Config:
 
 
 def normal_split(text: str) -> str:
-    """--split as three weights 'a,b,c': quotes and spaces left out, '/' taken for ',', missing ones are 0."""
-    words = [word for word in re.split(r"[,/\s]+", text.strip("'\" \t")) if word]
+    """--split as three weights 'a,b,c': quotes and spaces left out, '/' for ',', missing last ones 0."""
+    words = re.split(r"\s*[,/]\s*|\s+", text.strip("'\" \t"))
     try:
         weights = [float(word) for word in words]
     except ValueError:

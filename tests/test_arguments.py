@@ -226,7 +226,6 @@ ERRORS = [
     ("--ckpt-convert-format torch --load x", "needs --ckpt-convert-save"),
     ("--profile --profile-step-end 5 --profile-step-start 5", "--profile-step-end 5 is not after"),
     ("--profile --profile-ranks 1", "--profile-ranks 1 is not one of 1 processes"),
-    ("--log-progress", "give --save"),
 ]
 
 
@@ -253,8 +252,14 @@ LAYOUT_ERRORS = [
     (2, "--tensor-model-parallel-size 2 --ffn-hidden-size 31", "--ffn-hidden-size 31 does not divide"),
     (
         4,
-        "--tensor-model-parallel-size 4 --vocab-size 61 --make-vocab-size-divisible-by 1",
-        "vocabulary 62 does",
+        "--tensor-model-parallel-size 4 --padded-vocab-size 62",
+        "--padded-vocab-size 62 does not divide by --tensor-model-parallel-size 4",
+    ),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --global-batch-size 4 "
+        "--eval-global-batch-size 2",
+        "--eval-global-batch-size 2: ",
     ),
     (2, "--context-parallel-size 2 --seq-length 30", "twice --context-parallel-size 2 = 4"),
     (8, "--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size 8 is more than --num-layers 4"),

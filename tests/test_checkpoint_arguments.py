@@ -7,6 +7,7 @@ import pytest
 from megatron_lite.arguments import parse_arguments, parse_or_exit, with_checkpoint_config
 from megatron_lite.config import ConfigError
 from megatron_lite.environment import Environment
+from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 
 BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 """
@@ -89,3 +90,21 @@ def test_parse_or_exit_asks_for_the_stored_config():
     assert asked == ["somewhere"] and config.model.num_layers == 6
     assert parse_or_exit(BASE.split(), Environment(), read_stored).model.num_layers == 4
     assert asked == ["somewhere"]
+
+
+def test_a_model_that_came_without_a_tokenizer_goes_on():
+    """Imported weights have a size and no tokenizer: the NullTokenizer made for them has that size."""
+    stored = json.loads(json.dumps(STORED))
+    stored["model"] |= {"vocab_size": 301, "padded_vocab_size": 301}
+    stored["data"]["tokenizer_type"] = None
+    config = with_checkpoint_config(config_of(FEW), stored)
+    assert config.data.tokenizer_type == "NullTokenizer" and known_vocabulary(config) == 301
+    assert with_vocabulary(config, 301).model.vocab_size == 301
+
+
+def test_the_padding_follows_the_ranks_at_hand():
+    stored = json.loads(json.dumps(STORED))
+    stored["model"] |= {"vocab_size": 61, "padded_vocab_size": 61, "make_vocab_size_divisible_by": 1}
+    words = f"{FEW} --tensor-model-parallel-size 2".split()
+    config = with_checkpoint_config(parse_arguments(words, Environment(world_size=2)), stored)
+    assert with_vocabulary(config, 61).model.padded_vocab_size == 62

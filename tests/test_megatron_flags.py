@@ -88,9 +88,10 @@ def test_no_flag_means_two_things():
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
-        ("--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm", "mixture of experts"),
+        ("--num-experts 8 --moe-ffn-hidden-size 64", "mixture of experts"),
         ("--expert-model-parallel-size 8", "the model is dense"),
-        ("--multi-latent-attention --kv-lora-rank 512", "multi-latent attention"),
+        ("--multi-latent-attention", "multi-latent attention"),
+        ("--spec megatron.core.models.gpt layer_spec", "layer spec"),
         ("--img-h 336 --vision-model-type clip", "multimodal"),
         ("--rl-prompts-per-step 32 --grpo-kl-beta 0.1", "reinforcement learning"),
         ("--inference-max-requests 8", "inference"),
@@ -198,9 +199,19 @@ def test_accepted_values_that_would_change_something_are_refused():
     for words, wanted in (
         ("--expert-model-parallel-size 4", "only 1"),
         ("--distributed-backend mpi", "nccl, nccl2, gloo"),
-        ("--exp-avg-dtype bf16", "only fp32"),
+        ("--exp-avg-dtype int8", "only fp32, fp16, bf16, fp8"),
         ("--tensor-parallel-num-weight-shards 2", "--tensor-model-parallel-size, which is 1"),
     ):
         with pytest.raises(ConfigError) as error:
             config_of(*words.split())
         assert wanted in str(error.value)
+
+
+def test_what_only_experts_or_latent_attention_read_is_accepted_in_a_dense_model():
+    words = """--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
+        --moe-router-load-balancing-type aux_loss --rotary-scaling-factor 1 --original-max-position-embeddings 8192
+        --kv-lora-rank 512 --use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16
+        --exp-avg-dtype bf16 --log-progress"""
+    notes = "\n".join(config_of(*words.split()).notes)
+    for word in words.split():
+        assert not word.startswith("--") or word in notes

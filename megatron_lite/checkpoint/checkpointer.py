@@ -34,6 +34,8 @@ from megatron_lite.checkpoint.writing import NewFolder, read_files, state_files
 from megatron_lite.config import Config, ConfigError
 
 _LISTED = 8
+# Tensors with a row for each token, their optimizer state included.
+VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "lm_head.weight")
 
 
 class Checkpointer:
@@ -290,6 +292,15 @@ class Checkpointer:
 
         return next((why for why in self._ranks.gather(hash_share()) if why is not None), None)
 
+    def _differ_in_padding(self, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+        """Rows behind the vocabulary mean nothing, and how many there are follows from the tensor ranks.
+
+        Those that only one side has stay as they are.
+        """
+        size = self._config.model.vocab_size
+        rows = name.endswith(VOCABULARY_ROWS) and stored[1:] == tuple(wanted[1:])
+        return rows and size is not None and min(stored[0], wanted[0]) >= size
+
     def _check_tensors(self, reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
         stored = reader.names()
         missing, wrong, wider = set(), set(), set()
@@ -298,7 +309,9 @@ class Checkpointer:
                 missing.add(name)
                 continue
             kept = stored[name]
-            if kept.shape != tuple(tensor.shape):
+            if kept.shape != tuple(tensor.shape) and not self._differ_in_padding(
+                name, kept.shape, tensor.shape
+            ):
                 wrong.add(f"{name} is {list(kept.shape)}, wanted {list(tensor.shape)}")
             elif kept.dtype != tensor.dtype:
                 text = f"{name} is {_dtype(kept.dtype)}, wanted {_dtype(tensor.dtype)}"

@@ -19,6 +19,7 @@ _MODEL_FREE = {
     "attention_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",
+    "padded_vocab_size",
 }
 # Fields that change what a position means, not a shape: a run that only takes the weights may set them anew, which
 # is how a context is made longer.

@@ -83,6 +83,12 @@ def build_datasets(
     """
     builder = builder or Builder()
     plan = plan_data(config.data)
+    if sizes.get("train") != 0 and not plan.sets["train"]:
+        cut = f"--split {plan.split_words} gives training nothing" if plan.shared else None
+        raise ConfigError(
+            f"{cut or f'--per-split-data-args-path {config.data.per_split_data_args_path} names no data for train'}: "
+            "wanted data to train on, or --skip-train"
+        )
     options = SampleOptions(
         sequence_length=config.data.seq_length,
         eod=tokenizer.eod if tokenizer is not None else None,

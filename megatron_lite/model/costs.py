@@ -67,7 +67,7 @@ def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
             flops=6 * seq_length * matrices + 6 * seq_length**2 * query,
         ),
         head=ComponentCost(
-            parameters=_norm_parameters(model) + (0 if tied else vocabulary * hidden),
+            parameters=_norm_parameters(model, hidden) + (0 if tied else vocabulary * hidden),
             flops=6 * seq_length * hidden * vocabulary,
         ),
         shared_parameters=vocabulary * hidden if tied else 0,
@@ -82,16 +82,16 @@ def block_matrix_parameters(model: ModelConfig) -> int:
     return attention + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
 
 
-def _norm_parameters(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+def _norm_parameters(model: ModelConfig, width: int) -> int:
+    return width * (2 if model.normalization == "LayerNorm" else 1)
 
 
 def _block_vector_parameters(model: ModelConfig) -> int:
     query = model.num_attention_heads * model.kv_channels
     key_value = model.num_query_groups * model.kv_channels
-    count = 2 * _norm_parameters(model)
+    count = 2 * _norm_parameters(model, model.hidden_size)
     if model.qk_layernorm:
-        count += 2 * model.kv_channels
+        count += 2 * _norm_parameters(model, model.kv_channels)
     if model.add_qkv_bias or not model.disable_bias_linear:
         count += query + 2 * key_value
     if not model.disable_bias_linear:

@@ -16,11 +16,12 @@ def known_vocabulary(config: Config) -> int | None:
     return config.model.padded_vocab_size or KNOWN_VOCABULARIES.get(kind)
 
 
-def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
+def padded_vocabulary(model: ModelConfig, vocab_size: int, tensor_size: int) -> int:
     """The rows of the embedding for a true vocabulary of vocab_size tokens.
 
-    The true size rounded up to a multiple of --make-vocab-size-divisible-by. Unlike Megatron's it does not depend
-    on the tensor parallel size, so a checkpoint fits every layout; padded rows never take part in the loss.
+    The true size rounded up to a multiple of --make-vocab-size-divisible-by, and on to the next one that the tensor
+    ranks share equally (Megatron pads to a multiple of the product). Padded rows never take part in the loss, and a
+    checkpoint's rows up to the true size load into any padding.
     """
     if model.padded_vocab_size is not None:
         if model.padded_vocab_size < vocab_size:
@@ -29,7 +30,8 @@ def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
             )
         return model.padded_vocab_size
     multiple = model.make_vocab_size_divisible_by
-    return -(-vocab_size // multiple) * multiple
+    rows = -(-vocab_size // multiple) * multiple
+    return -(-rows // tensor_size) * tensor_size
 
 
 def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
@@ -38,14 +40,13 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
     --vocab-size may ask for more rows than the tokenizer has tokens, never for fewer.
 
     Raises:
-        ConfigError: for a padded size that is too small or that the tensor ranks cannot share equally.
+        ConfigError: for a --padded-vocab-size that is too small or that the tensor ranks cannot share equally.
     """
     vocab_size = max(tokenizer_size, config.model.vocab_size or 0)
-    padded = padded_vocabulary(config.model, vocab_size)
     tensor_size = config.parallel.tensor_model_parallel_size
+    padded = padded_vocabulary(config.model, vocab_size, tensor_size)
     if padded % tensor_size:
         raise ConfigError(
-            f"the padded vocabulary {padded:,} does not divide by --tensor-model-parallel-size {tensor_size}: "
-            f"choose --make-vocab-size-divisible-by as a multiple of it"
+            f"--padded-vocab-size is {padded:,}, wanted a multiple of --tensor-model-parallel-size {tensor_size}"
         )
     return replace(config, model=replace(config.model, vocab_size=vocab_size, padded_vocab_size=padded))

@@ -4,7 +4,7 @@ pp = 1 is the case of one stage in the same code. A batch is the data-parallel r
 batch, [M*B, S] for M microbatches of B samples; every pipeline rank is given the same one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,12 +144,9 @@ class Pipeline:
             The sum of token losses of this rank's batch, scalar fp32; zero where the last stage is not mine.
         """
         self.loss_scale.factor = loss_factor
-        passes = pass_sizes(num_microbatches, self.config.parallel.max_microbatches_per_step)
-        samples = batch["tokens"].shape[0] // num_microbatches
         self.tied.begin()
         self.clock.begin()
-        for first, count in passes:
-            part = {key: t[first * samples : (first + count) * samples] for key, t in batch.items()}
+        for count, part in self._passes(batch, num_microbatches):
             self._run(self._schedule(count).step, part)
         self.clock.end()
         self.tied.sum_gradients()
@@ -159,8 +156,15 @@ class Pipeline:
     def eval_step(self, batch: Batch, num_microbatches: int) -> torch.Tensor:
         """The sum of token losses of this rank's batch, scalar fp32, without gradients; zero where not mine."""
         self.loss_scale.factor = 1.0
-        self._run(self._forward_schedule(num_microbatches).eval, batch)
+        for count, part in self._passes(batch, num_microbatches):
+            self._run(self._forward_schedule(count).eval, part)
         return self.loss_scale.take_sum(self.mesh.device)
+
+    def _passes(self, batch: Batch, num_microbatches: int) -> Iterator[tuple[int, Batch]]:
+        """(microbatches, their samples) of each pass that --max-microbatches-per-step makes of a batch."""
+        samples = batch["tokens"].shape[0] // num_microbatches
+        for first, count in pass_sizes(num_microbatches, self.config.parallel.max_microbatches_per_step):
+            yield count, {key: t[first * samples : (first + count) * samples] for key, t in batch.items()}
 
     def set_training(self, training: bool) -> None:
         """Dropout on or off in every chunk; with training on, what evaluation held is let go."""

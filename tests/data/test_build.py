@@ -1,5 +1,6 @@
 """From flags to datasets: splits, blends, per-split paths, errors, the index cache, mock data."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -428,6 +429,41 @@ def test_more_steps_within_the_same_epochs_keep_the_order(corpus, tmp_path):
     first, second = build(config, {"train": 50}), build(config, {"train": 60})
     assert first.fingerprint == second.fingerprint
     assert tokens_of(first.train) == tokens_of(second.train)
+
+
+def test_a_blend_may_be_lengthened_as_long_as_its_samples_come_in_the_same_order(corpus, tmp_path):
+    """Where two lengths have one fingerprint, the longer begins as the shorter; other weights have another."""
+    other = write(tmp_path / "other", [[500 + d] * (20 + d % 30) for d in range(300)])
+    config = config_of(tmp_path / "c", data_path=["0.3", corpus, "0.7", other], split="9,1,0")
+    built = {size: build(config, {"train": size}).train for size in (40, 60, 100, 200, 500, 900, 2000)}
+    equal = 0
+    for short, long in itertools.combinations(built, 2):
+        first, second = built[short], built[long]
+        same = tokens_of(first)[:short] == tokens_of(second)[:short]
+        assert same or first.fingerprint != second.fingerprint, (short, long)
+        equal += first.fingerprint == second.fingerprint
+    assert 3 <= equal < 21  # within the same epochs of each source, and not beyond
+    weights = config_of(tmp_path / "c", data_path=["0.4", corpus, "0.6", other], split="9,1,0")
+    assert build(weights, {"train": 60}).fingerprint != built[60].fingerprint
+
+
+@pytest.mark.parametrize(
+    "data, says",
+    [
+        ({"split": "0,1,0"}, "--split 0,1,0 gives training nothing"),
+        ({"split": "0,0,1"}, "--split 0,0,1 gives training nothing"),
+        ({"per_split": {"valid": ["corpus"]}}, "names no data for train"),
+    ],
+)
+def test_training_without_training_data_is_refused(corpus, tmp_path, data, says):
+    if "per_split" in data:
+        (tmp_path / "p.json").write_text(json.dumps({"valid": [corpus]}))
+        config = config_of(tmp_path / "c", per_split_data_args_path=str(tmp_path / "p.json"))
+    else:
+        config = config_of(tmp_path / "c", data_path=[corpus], **data)
+    with pytest.raises(ConfigError, match=says):
+        build(config, {"train": 50, "valid": 0, "test": 0})
+    build(config, {"train": 0, "valid": 2 if "valid" in str(data) else 0, "test": 0})
 
 
 def test_changed_data_is_not_mistaken_for_the_old(tmp_path):

@@ -35,8 +35,13 @@ def _evaluate(config, batches):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"schedule": "1f1b"}, {"chunks": 2}, {"chunks": 2, "schedule": "zbv"}],
-    ids=lambda layout: layout.get("schedule", "interleaved-1f1b"),
+    [
+        {"schedule": "1f1b"},
+        {"chunks": 2},
+        {"chunks": 2, "schedule": "zbv"},
+        {"chunks": 2, "schedule": "interleaved-1f1b", "max_microbatches_per_step": 2},
+    ],
+    ids=["1f1b", "interleaved-1f1b", "zbv", "in passes"],
 )
 def test_one_schedule_serves_an_evaluation(layout):
     config = make_config(pp=2, **layout)
@@ -47,10 +52,6 @@ def test_one_schedule_serves_an_evaluation(layout):
             wanted = [bare_loss(model, batch, config).item() for batch in batches]
             wanted.append(bare_loss(model, {key: t[:2] for key, t in batches[0].items()}, config).item())
         assert losses == pytest.approx(wanted * 2, rel=1e-5)
-        assert built == [
-            4,
-            2,
-            4,
-            4,
-            2,
-        ]  # evaluation, its smaller batch; training; the next evaluation, training kept
+        # Evaluation, its smaller batch; training; the next evaluation, training kept. In passes all have two.
+        in_passes = config.parallel.max_microbatches_per_step == 2
+        assert built == ([2] * 3 if in_passes else [4, 2, 4, 4, 2])

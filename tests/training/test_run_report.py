@@ -1,5 +1,6 @@
 """What --check prints, against numbers worked out by other means."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -28,18 +29,35 @@ def numbers(pattern, text):
     return [float(group.replace(",", "")) for group in re.search(pattern, text).groups()]
 
 
+CHOICES = (
+    ("", "--normalization RMSNorm"),
+    ("", "--qk-layernorm"),
+    ("", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
+    ("", "--swiglu", "--squared-relu"),
+    ("", "--group-query-attention --num-query-groups 2"),
+    ("", "--kv-channels 24"),
+    ("", "--untie-embeddings-and-output-weights"),
+    ("", "--position-embedding-type rope", "--position-embedding-type none"),
+)
+
+
 def test_parameters_equal_a_real_models():
-    """The count by formula is the count of the tensors that the model is made of."""
-    for flags in (
-        "",
-        "--swiglu --untie-embeddings-and-output-weights --normalization RMSNorm --disable-bias-linear",
-    ):
+    """The count by formula is the count of the tensors that the model is made of, every two choices together."""
+    for flags in pairwise(CHOICES):
         config = parse_arguments(f"{BASE} {flags} --vocab-size 100".split(), Environment())
         sized = with_vocabulary(config, 101)
         with torch.device("meta"):
             whole = GPTChunk(sized.model, range(8))
         counted = sum(parameter.numel() for parameter in whole.parameters())
         assert numbers(r"parameters +([\d,]+) =", describe_run(config)) == [counted]
+
+
+def pairwise(choices):
+    """Flag sets in which every value of every choice meets every value of every other."""
+    for (i, first), (j, second) in itertools.combinations(enumerate(choices), 2):
+        for a, b in itertools.product(first, second):
+            rest = [c[(i + j + n) % len(c)] for n, c in enumerate(choices) if n not in (i, j)]
+            yield " ".join([a, b, *rest])
 
 
 def test_length_and_work():
