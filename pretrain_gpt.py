@@ -59,7 +59,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         if environment.rank == 0:
             print(f"written: {convert_checkpoint(config.checkpoint)}")
         return 0
-    with distributed.process_group(config, environment) as device:
+    with distributed.process_group(config, environment) as (device, restarted):
         stop = StopWatch(config.training, device, started)
         mesh = build_mesh(config, device)
         distributed.seed_everything(
@@ -71,7 +71,9 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         for note in config.notes:
             say(f"note: {note}")
         # The first rank of each node builds index arrays, the others wait and read them.
-        builder = Builder(environment.local_rank == 0, barrier=lambda: distributed.patient_barrier(config))
+        builder = Builder(
+            environment.local_rank == 0, barrier=lambda: distributed.patient_barrier(mesh.host_group)
+        )
         datasets = build_datasets(config, tokenizer, sample_counts(config), builder, say)
 
         def build(stage: StagePlan) -> GPTChunk:
@@ -85,8 +87,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         layout = mesh_sizes(config) | {"chunks": config.parallel.num_virtual_stages_per_pipeline_rank}
         checkpointer = Checkpointer(config, mesh.host_group, layout, mesh.coordinates, tokenizer.files())
         loss_scale = LossScale.from_config(config.precision)
-        again = environment.restart_count > 0
-        state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say, restarted=again)
+        state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say, restarted)
         checkpointer.overlap_copy_with(optimizer)
         loss_scale.load_dict(state.loss_scale)
         check_same_data(config, state, datasets.fingerprint)
@@ -103,7 +104,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             )
 
         tracker = build_tracker(config, environment, state.wandb_run_id)
-        state.wandb_run_id = distributed.from_first_rank(tracker.wandb_run_id)
+        state.wandb_run_id = distributed.from_first_rank(tracker.wandb_run_id, mesh.host_group)
         timers, progress = Timers(config.logging, device), ProgressLog(config, environment)
         metrics = Metrics(config, device, environment.world_size, batches.total_iterations, tracker, timers)
         progress.started(state)

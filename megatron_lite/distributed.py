@@ -1,6 +1,7 @@
 """Start and stop torch.distributed; choose the device; seed the random generators; leave cleanly."""
 
 import hashlib
+import json
 import os
 import platform
 import resource
@@ -10,22 +11,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.environment import Environment, prepare_libraries
 
 # How long a rank that failed second waits, so that torchrun stops it before it talks over the first error.
 SECONDARY_ERROR_DELAY_S = 10.0
-# The index of a corpus of trillions of tokens takes an hour.
+# The index of a corpus of trillions of tokens takes an hour; a rank that dies is noticed at once.
 INDEX_TIMEOUT = timedelta(hours=24)
+# Where an NVIDIA driver shows, whether or not it works.
+NVIDIA_FILES = tuple(map(Path, ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia")))
 
 
 def choose_device(config: Config, environment: Environment) -> torch.device:
@@ -39,13 +42,16 @@ def choose_device(config: Config, environment: Environment) -> torch.device:
     if parallel.cpu or parallel.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-        if parallel.device == "auto" and not devices and torch.version.cuda is None:
+        signs = [f"this machine has {path}" for path in NVIDIA_FILES if path.exists()]
+        built_for = torch.version.cuda and f"CUDA {torch.version.cuda}" or torch.version.hip
+        signs += [f"torch {torch.__version__} is built for {built_for or 'the CPU only'}"]
+        if parallel.device == "auto" and len(signs) == 1 and built_for is None:
             return torch.device("cpu")
+        hidden = environment.cuda_visible_devices
+        signs += [f"CUDA_VISIBLE_DEVICES is '{hidden}'"] if hidden is not None else []
         raise ConfigError(
-            f"CUDA cannot be used on {socket.gethostname()} ({len(devices)} NVIDIA devices, torch {torch.__version__} "
-            f"is built for CUDA {torch.version.cuda}): {_why_no_cuda()}; wanted a driver and a torch that fit each "
-            "other, or --device cpu to train on the CPU"
+            f"CUDA cannot be used on {socket.gethostname()}: {_why_no_cuda()} ({', '.join(signs)}); wanted a driver "
+            "and a torch that fit each other, or --device cpu to train on the CPU"
         )
     if environment.local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -59,8 +65,8 @@ def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().splitlines()[0]
-    return "torch.cuda.is_available() is false"
+        return str(error).strip().splitlines()[0].split(". ")[0]
+    return "torch sees no device"
 
 
 def describe_device(device: torch.device, config: Config) -> str:
@@ -78,31 +84,40 @@ def describe_device(device: torch.device, config: Config) -> str:
 
 
 @contextmanager
-def process_group(config: Config, environment: Environment) -> Iterator[torch.device]:
-    """torch.distributed for the time of the block: NCCL on GPUs (gloo beside it for the host), gloo on CPUs.
+def process_group(config: Config, environment: Environment) -> Iterator[tuple[torch.device, bool]]:
+    """torch.distributed for the time of the block: NCCL on GPUs, gloo on CPUs. Without a launcher a world of one.
 
-    Without torchrun's environment it is a world of one.
+    Yields the device, and whether torchrun started this world again, after a failure or a change of nodes.
+
+    Raises:
+        ConfigError: on every rank, when one cannot use its device or not all use one type.
     """
     for line in prepare_libraries(config.training.deterministic_mode):
         print_once(line, environment)
     _raise_open_file_limit()
     end_with_launcher(environment)
-    device = choose_device(config, environment)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device, problem = torch.device("cpu"), None
+    try:
+        device = choose_device(config, environment)
+    except ConfigError as error:
+        problem = str(error)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     rank, world_size, store = environment.rank, environment.world_size, dist.HashStore()
     if environment.launched:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        prefix = join_attempt(store, rank, world_size, f"{device.type} {socket.gethostname()}", timeout)
-        store = dist.PrefixStore(prefix, store)
-    bound = device if device.type == "cuda" else None
+    card = {"device": device.type, "problem": problem, "host": socket.gethostname()}
+    store, cards, restarted = meet(store, rank, world_size, card, timeout)
+    _check_devices(cards)
+    backend, bound = "gloo", None
+    if device.type == "cuda":
+        # NCCL alone: a mesh's groups inherit all of the world's backends, and each gloo one is a socket a rank.
+        backend, bound = "nccl", device
+        torch.cuda.set_device(device)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
     )
     print_once(describe_device(device, config), environment)
-    yield device
+    yield device, restarted or environment.restart_count > 0
     # Only the good end: after a failure a collective clean-up would wait for ranks that are gone.
     dist.destroy_process_group()
 
@@ -122,12 +137,11 @@ def _raise_open_file_limit() -> None:
 
 def end_with_launcher(environment: Environment, interval_s: float = 0.5) -> None:
     """End this rank when torchrun is gone: without it nobody stops the ranks, and they would save over a successor."""
-    if environment.run_id is None:
+    if environment.launcher_pid is None:
         return
-    launcher = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        while os.getppid() == environment.launcher_pid:
             time.sleep(interval_s)
         os.write(2, f"[rank {environment.rank}] torchrun is gone: this rank ends without saving\n".encode())
         os._exit(1)
@@ -135,66 +149,87 @@ def end_with_launcher(environment: Environment, interval_s: float = 0.5) -> None
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
-def join_attempt(store: dist.Store, rank: int, world_size: int, what: str, timeout: timedelta) -> str:
-    """A key prefix that all ranks of this attempt share and no earlier attempt had.
+def meet(
+    store: dist.Store, rank: int, world_size: int, card: dict[str, Any], timeout: timedelta
+) -> tuple[dist.Store, list[dict[str, Any]], bool]:
+    """Exchange one card a rank through the store, before any process group.
 
     torchrun keeps its store over restarts, and what an attempt that failed left there holds the next one up in
     init_process_group. TORCHELASTIC_RESTART_COUNT tells attempts apart on one node only: nodes that restart because
-    another failed do not count. So rank 0 reads everyone's greeting, publishes which it has seen, and is done once
-    everyone answered to the newest list; greetings of the dead are never answered.
+    another failed do not count. So rank 0 publishes the cards it sees, each with a token drawn for this attempt, and
+    is done once everyone has confirmed the newest list; cards of the dead are never confirmed.
 
-    Args:
-        what: "<device type> <host>" of this rank; all have to compute on one type of device.
+    Returns:
+        A part of the store that no other attempt uses, every rank's card, and whether there was an attempt before.
 
     Raises:
-        ConfigError: on every rank, when some ranks compute on another type of device than rank 0.
+        DistError: not all ranks came in time; it names them.
     """
-    greeting = f"{secrets.token_hex(8)} {what}"
-    store.set(f"greeting/{rank}", greeting)
-    store.set(f"answer/{rank}", "")
-    if rank == 0:
-        store.set("decided", "")
-    greetings, seen, answers = (
-        [f"{kind}/{n}" for n in range(world_size)] for kind in ("greeting", "seen", "answer")
-    )
+    card = card | {"token": secrets.token_hex(8)}
+    store.set(f"card/{rank}", json.dumps(card))
+    attempts = store.add("attempts", 1) if rank == 0 else None
+    others, text = range(1, world_size), ""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         if rank == 0:
-            everyone = store.multi_get(greetings)
-            attempt = hashlib.sha256(b"\n".join(everyone)).hexdigest()
-            store.multi_set(seen, everyone)
-            store.set("attempt", attempt)
-        if store.get(f"seen/{rank}").decode() == greeting:
-            store.set(f"answer/{rank}", store.get("attempt"))
-        if rank == 0 and set(store.multi_get(answers)) == {attempt.encode()}:
-            store.set("decided", f"{attempt} {_mixed_devices(everyone)}")
-        decided, _, problem = store.get("decided").decode().partition(" ")
-        if decided and decided == store.get(f"answer/{rank}").decode():
-            if problem:
-                raise ConfigError(problem)
-            return decided
+            missing = [other for other in others if not store.check([f"card/{other}"])]
+            if not missing:
+                cards = [card, *(json.loads(store.get(f"card/{other}")) for other in others)]
+                text = json.dumps({"cards": cards, "attempts": attempts})
+                store.set("cards", text)
+        elif store.check(["cards"]):
+            text = store.get("cards").decode()
+        seen = json.loads(text) if text else {"cards": []}
+        if card in seen["cards"]:
+            attempt = hashlib.sha256(text.encode()).hexdigest()
+            store.set(f"{attempt}/{rank}", "")
+            if rank == 0:
+                missing = [other for other in others if not store.check([f"{attempt}/{other}"])]
+                if not missing:
+                    store.set(f"{attempt}/complete", "")
+            if store.check([f"{attempt}/complete"]):
+                return dist.PrefixStore(attempt, store), seen["cards"], seen["attempts"] > 1
         time.sleep(0.02 if world_size < 64 else 0.2)
-    raise dist.DistError(f"{world_size} ranks did not come together within {timeout}")
-
-
-def _mixed_devices(greetings: list[bytes]) -> str:
-    """One sentence when ranks compute on several types of device; empty when on one."""
-    kinds = [greeting.decode().split(" ", 2)[1:] for greeting in greetings]
-    others = [(rank, kind, host) for rank, (kind, host) in enumerate(kinds) if kind != kinds[0][0]]
-    if not others:
-        return ""
-    named = ", ".join(f"rank {rank} on {host}: {kind}" for rank, kind, host in others[:4])
-    return (
-        f"{len(others)} of {len(kinds)} ranks compute on another device than rank 0's {kinds[0][0]} ({named}), wanted "
-        "one type: mend these hosts or leave them out"
+    absent = f"ranks {_spans(missing)}" if rank == 0 else "rank 0, or a rank that it waits for,"
+    raise dist.DistError(
+        f"{absent} of {world_size} did not start within {timeout} (--distributed-timeout-minutes)"
     )
 
 
-def patient_barrier(config: Config) -> None:
-    """Wait for all ranks longer than a collective may take: one of each node may be building a large index."""
-    _set_pg_timeout(INDEX_TIMEOUT)
-    dist.barrier()
-    _set_pg_timeout(timedelta(minutes=config.parallel.distributed_timeout_minutes))
+def _check_devices(cards: list[dict[str, Any]]) -> None:
+    """Raise ConfigError when a rank cannot use its device, or not all use one type."""
+    for rank, card in enumerate(cards):
+        if card["problem"] is not None:
+            raise ConfigError(f"rank {rank}: {card['problem']}" if len(cards) > 1 else card["problem"])
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, card in enumerate(cards):
+        places.setdefault((card["device"], card["host"]), []).append(rank)
+    if len({device for device, _ in places}) > 1:
+        named = "; ".join(f"{device} on {host}: ranks {_spans(r)}" for (device, host), r in places.items())
+        raise ConfigError(
+            f"the ranks compute on different devices ({named}), wanted one type: --device sets it"
+        )
+
+
+def _spans(ranks: Iterable[int]) -> str:
+    """'0-7, 9' for sorted ranks."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def patient_barrier(group: dist.ProcessGroup) -> None:
+    """Wait for all ranks of a gloo group longer than a collective may take: one may be building a large index.
+
+    An all-reduce, which is a ring: gloo's own barrier talks to log(n) ranks each way, a socket for each.
+    """
+    options = dist.AllreduceOptions()
+    options.timeout = INDEX_TIMEOUT
+    group.allreduce([torch.zeros(1)], options).wait()
 
 
 def seed_everything(
@@ -219,10 +254,10 @@ def seed_everything(
         torch.backends.cudnn.benchmark = False
 
 
-def from_first_rank(value: str | None) -> str | None:
-    """Rank 0's value, on every rank (collective)."""
+def from_first_rank(value: str | None, group: dist.ProcessGroup) -> str | None:
+    """Rank 0's value, on every rank of a group of hosts (collective)."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 

@@ -23,6 +23,8 @@ class Environment:
     restart_count: int = 0
     run_id: str | None = None
     launched: bool = False
+    launcher_pid: int | None = None  # torchrun's: read before torch is imported, or it may be gone by then
+    cuda_visible_devices: str | None = None
     wandb_key_present: bool = False
     slurm_job_id: str | None = None
 
@@ -40,6 +42,8 @@ class Environment:
             restart_count=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
             run_id=variables.get("TORCHELASTIC_RUN_ID"),
             launched="WORLD_SIZE" in variables,
+            launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in variables else None,
+            cuda_visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
             wandb_key_present=bool(variables.get("WANDB_API_KEY")),
             slurm_job_id=variables.get("SLURM_JOB_ID"),
         )

@@ -71,19 +71,16 @@ class ParallelMesh:
 def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
     """Make the mesh and every group. torch.distributed must be up with the world size the config says."""
     sizes = mesh_sizes(config)
-    # Hosts talk over the world group and the host group; a gloo mesh of sockets for every axis would be for nothing.
-    backend = "nccl" if device.type == "cuda" else None
-    override = None if backend is None else dict.fromkeys(AXES, backend)
-    root = init_device_mesh(
-        device.type, tuple(sizes.values()), mesh_dim_names=AXES, backend_override=override
+    root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+    # The ranks that hold other tokens: often those of one axis, and then its group will do.
+    spread = [axis for axis in ("dp_replicate", "dp_shard", "cp") if sizes[axis] > 1] or ["dp_shard"]
+    tokens = (
+        root[spread[0]] if len(spread) == 1 else root["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
     )
-    tokens = root["dp_replicate", "dp_shard", "cp"]._flatten("tokens", backend)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    # Checkpoints talk among hosts while the device's own group is busy with training.
-    checkpoint = config.checkpoint
-    wanted = checkpoint.save or checkpoint.load or checkpoint.pretrained_checkpoint
-    host_group = dist.new_group(backend="gloo", timeout=timeout) if wanted else None
-    axes, fsdp_mesh = {axis: root[axis] for axis in AXES}, _fsdp_mesh(root, backend)
+    # Hosts talk over it (a background save too) while the device's groups are busy with training; a dry run has none.
+    host_group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_backend() != "fake" else None
+    axes, fsdp_mesh = {axis: root[axis] for axis in AXES}, _fsdp_mesh(root)
     groups = {axis: mesh.get_group() for axis, mesh in axes.items()}
     shards = fsdp_mesh.get_group(fsdp_mesh.ndim - 1)
     _connect(groups | {"dp x cp": tokens.get_group(), "dp_shard x cp": shards}, device, timeout)
@@ -111,17 +108,19 @@ def _connect(groups: Mapping[str, dist.ProcessGroup], device: torch.device, time
         if dist.get_world_size(group) == 1:
             continue
         try:
-            dist.all_reduce(torch.ones(1, device=device), group=group)
+            one = torch.ones((), device=device)
+            dist.all_reduce(one, group=group)
+            one.item()  # waits for the device
         except RuntimeError as error:
             error.add_note(f"(the first message along {axis}, ranks {dist.get_process_group_ranks(group)})")
             raise
 
 
-def _fsdp_mesh(root: DeviceMesh, backend: str | None) -> DeviceMesh:
+def _fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
     """The axes that FSDP shards over, flattened to one, behind the axis of replicas where there are any."""
     if root["cp"].size() == 1:
         return root["dp_shard"] if root["dp_replicate"].size() == 1 else root["dp_replicate", "dp_shard"]
-    shard = root["dp_shard", "cp"]._flatten("fsdp", backend)
+    shard = root["dp_shard", "cp"]._flatten("fsdp")
     if root["dp_replicate"].size() == 1:
         return shard
     with (

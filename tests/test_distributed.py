@@ -1,5 +1,6 @@
 """Process groups as they are started: restarts, a launcher that dies, devices that are not there, limits, sockets."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite import distributed
-from megatron_lite.config import CheckpointConfig, Config, ConfigError, ParallelConfig
+from megatron_lite.config import Config, ConfigError, ParallelConfig
 from megatron_lite.environment import Environment, prepare_libraries
 from megatron_lite.mesh import build_mesh
 from tests.parity import make_config
@@ -87,19 +88,21 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert not list((tmp_path / "ckpt").glob("iter_*"))
 
 
-def join(store, world_size, kinds, seconds=20):
-    """Every rank's prefix or error, each rank a thread of this process."""
-    outcomes = [None] * world_size
+def meet(store, cards, seconds=20):
+    """Every rank's (store, hosts, whether there was an attempt before) or error; a rank is a thread of this process."""
+    outcomes = [None] * len(cards)
 
     def one(rank):
         try:
-            outcomes[rank] = distributed.join_attempt(
-                store, rank, world_size, f"{kinds[rank]} host{rank}", timedelta(seconds=seconds)
+            own, seen, again = distributed.meet(
+                store, rank, len(cards), cards[rank], timedelta(seconds=seconds)
             )
-        except (ConfigError, dist.DistError) as error:
+            own.set(f"probe/{rank}", "")  # a key that only this attempt's part of the store shows
+            outcomes[rank] = own, [card["host"] for card in seen], again
+        except dist.DistError as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world_size)]
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(cards)) if cards[rank]]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -107,51 +110,75 @@ def join(store, world_size, kinds, seconds=20):
     return outcomes
 
 
-def test_attempts_agree_on_a_prefix_that_none_before_had():
-    store = dist.HashStore()
-    first = join(store, 3, ["cpu"] * 3)
-    # An attempt of which only some ranks came so far: what they left must not answer for the next one.
-    store.set("greeting/1", "0123456789abcdef cpu dead")
-    store.set("answer/1", "")
-    second, third = join(store, 3, ["cpu"] * 3), join(store, 3, ["cpu"] * 3)
-    prefixes = [*first, *second, *third]
-    assert all(isinstance(prefix, str) for prefix in prefixes)
-    assert [len(set(attempt)) for attempt in (first, second, third)] == [1, 1, 1]
-    assert len(set(prefixes)) == 3
+def card(host, device="cpu", problem=None):
+    return {"device": device, "problem": problem, "host": host}
 
 
-def test_a_rank_on_another_device_is_named_on_all():
-    errors = join(dist.HashStore(), 3, ["cuda", "cuda", "cpu"])
-    says = (
-        "1 of 3 ranks compute on another device than rank 0's cuda (rank 2 on host2: cpu), wanted one type: "
-        "mend these hosts or leave them out"
-    )
-    assert [str(error) for error in errors] == [says] * 3
+def test_attempts_agree_on_a_part_of_the_store_that_none_before_had():
+    store, cards = dist.HashStore(), [card("a"), card("b"), card("c")]
+    first = meet(store, cards)
+    # An attempt of which only rank 1 came: what it left must not answer for it in the next one.
+    store.set("card/1", json.dumps(card("dead") | {"token": "0"}))
+    second = meet(store, cards)
+    for outcomes, again in ((first, False), (second, True)):
+        assert [(hosts, restarted) for _, hosts, restarted in outcomes] == [(["a", "b", "c"], again)] * 3
+        for own, *_ in outcomes:  # written by each, seen by all
+            assert own.check([f"probe/{rank}" for rank in range(3)])
+    second[0][0].set("new", "")
+    assert not first[0][0].check(["new"])
+
+
+def test_a_rank_that_does_not_come_is_named():
+    outcomes = meet(dist.HashStore(), [card("a"), card("b"), None, None, None], seconds=1)
+    assert str(outcomes[0]).startswith("ranks 2-4 of 5 did not start within 0:00:01")
+    assert "rank 0" in str(outcomes[1])
+
+
+@pytest.mark.parametrize(
+    "cards, says",
+    [
+        (
+            [card("a", "cuda"), card("a", "cuda"), card("b"), card("a", "cuda")],
+            "the ranks compute on different devices (cuda on a: ranks 0-1, 3; cpu on b: ranks 2), wanted one type: "
+            "--device sets it",
+        ),
+        (
+            [card("a", "cuda"), card("b", problem="CUDA cannot be used on b")],
+            "rank 1: CUDA cannot be used on b",
+        ),
+    ],
+)
+def test_ranks_whose_devices_differ_or_fail_are_named_on_all(cards, says):
+    with pytest.raises(ConfigError) as error:
+        distributed._check_devices(cards)
+    assert str(error.value) == says
 
 
 def config_on(**parallel):
     return replace(Config(), parallel=ParallelConfig(**parallel))
 
 
-@pytest.mark.parametrize(
-    "devices, built_for", [(["nvidia0", "nvidia1"], None), ([], "13.0"), (["nvidia0"], "13.0")]
-)
-def test_no_silent_cpu(monkeypatch, devices, built_for):
+def without_cuda(monkeypatch, files, built_for):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [self / name for name in devices])
-    with pytest.raises(
-        ConfigError, match=rf"CUDA cannot be used on .*\({len(devices)} NVIDIA devices, .*--device cpu"
-    ):
-        distributed.choose_device(config_on(), Environment())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(distributed, "NVIDIA_FILES", files)
+
+
+@pytest.mark.parametrize("has_driver, built_for", [(True, None), (False, "13.0"), (True, "13.0")])
+def test_no_silent_cpu(monkeypatch, tmp_path, has_driver, built_for):
+    without_cuda(monkeypatch, (tmp_path,) if has_driver else (tmp_path / "none",), built_for)
+    with pytest.raises(ConfigError, match="CUDA cannot be used on .*--device cpu") as error:
+        distributed.choose_device(config_on(), Environment(cuda_visible_devices=""))
+    assert (f"this machine has {tmp_path}" in str(error.value)) == has_driver
+    assert f"is built for {'CUDA 13.0' if built_for else 'the CPU only'}" in str(error.value)
+    assert "CUDA_VISIBLE_DEVICES is ''" in str(error.value)
     for parallel in ({"device": "cpu"}, {"cpu": True}):
         assert distributed.choose_device(config_on(**parallel), Environment()).type == "cpu"
 
 
-def test_without_any_sign_of_cuda_the_cpu_is_meant_unless_cuda_is_asked_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [])
+def test_without_any_sign_of_cuda_the_cpu_is_meant_unless_cuda_is_asked_for(monkeypatch, tmp_path):
+    without_cuda(monkeypatch, (tmp_path / "none",), None)
     assert distributed.choose_device(config_on(), Environment()).type == "cpu"
     with pytest.raises(ConfigError, match="CUDA cannot be used"):
         distributed.choose_device(config_on(device="cuda"), Environment())
@@ -189,24 +216,25 @@ def _sockets():
 
 def _groups(config):
     """(sockets after all groups are made and used, seconds that each axis waits, the limit of open files)."""
-    with distributed.process_group(config, Environment.read()) as device:
+    with distributed.process_group(config, Environment.read()) as (device, _):
         mesh = build_mesh(config, device)
-        # What a run does: saves gather over the host group, the world takes a word from the first rank.
+        # What a run does: saves gather over the host group, the hosts take a word from the first rank.
         dist.all_gather_object([None] * dist.get_world_size(), 1, group=mesh.host_group)
-        distributed.from_first_rank("word")
-        groups = [*mesh.groups.values(), mesh.token_group, mesh.host_group, dist.group.WORLD]
-        backends = [group._get_backend(device) for group in groups]
+        distributed.from_first_rank("word", mesh.host_group)
+        distributed.patient_barrier(mesh.host_group)
+        backends = [group._get_backend(device) for group in dist.distributed_c10d._world.pg_map]
         soft, hard = distributed.resource.getrlimit(distributed.resource.RLIMIT_NOFILE)
-        dist.barrier()
-        return _sockets(), {backend.options._timeout.total_seconds() for backend in backends}, soft == hard
+        sockets = _sockets()
+        dist.barrier()  # a rank that is done closes its ends
+        return sockets, {backend.options._timeout.total_seconds() for backend in backends}, soft == hard
 
 
 def test_sockets_timeouts_and_open_files():
-    """A socket a rank for each further rank of the world, at most; one time limit on every axis."""
+    """A socket a rank for each further rank of the world, at most; one time limit on every group there is."""
     counts = {}
     for size in (4, 8):
-        config = replace(make_config(dp=size // 4, pp=2, tp=2), checkpoint=CheckpointConfig(load="x"))
-        ranks = run_ranks(_groups, size, config)
-        counts[size] = max(sockets for sockets, *_ in ranks)
+        ranks = run_ranks(_groups, size, make_config(dp=size // 2, pp=2))
+        store_server = [size - 1, *[0] * (size - 1)]  # under torchrun the launcher's
+        counts[size] = max(sockets - served for (sockets, *_), served in zip(ranks, store_server))
         assert all(seconds == {120.0} and raised for _, seconds, raised in ranks)
     assert counts[8] - counts[4] <= 4, counts

@@ -370,7 +370,7 @@ def main(own: argparse.Namespace, given: Config, environment: Environment) -> in
     given = with_any_vocabulary(given)
     config = miniature(given, own.parity_max_parameters, max_tokens=16_384)
     change = describe_change(given, config)
-    with process_group(config, environment) as device:
+    with process_group(config, environment) as (device, _):
         text, equal = verify(
             comparable(config, own.parity_precision), device, own.parity_steps, own.parity_factor
         )

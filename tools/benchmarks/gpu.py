@@ -86,7 +86,7 @@ def run(options: Options) -> list[Table]:
     started = time.monotonic()
     quick = options.quick or not torch.cuda.is_available()
     threads = torch.get_num_threads()
-    with process_group(_config(QUICK, quick=quick), Environment()) as device:
+    with process_group(_config(QUICK, quick=quick), Environment()) as (device, _):
         tables = [correctness(device, quick), attention(device, quick, options.repeats)]
         measured, left_out = {}, []
         for name, variant in QUICK_ORDER if quick else ORDER:

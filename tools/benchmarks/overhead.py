@@ -99,7 +99,7 @@ def measure(sizes: Sizes, folder: Path, options: Options) -> Table:
     dataset = build_datasets(
         first, build_tokenizer(first.data, sizes.vocabulary - 1), sample_counts(first)
     ).train
-    with process_group(first, Environment()) as device:
+    with process_group(first, Environment()) as (device, _):
         whole = {name: whole_trainer(config, dataset, device) for name, config in configs.items()}
         bare, losses = build_trainer(first, batches_of(first, dataset, turns * STEPS_A_TURN)), {}
 
