@@ -11,7 +11,7 @@ from megatron_lite.arguments import parse_or_exit
 from megatron_lite.checkpoint import stored_config
 from megatron_lite.config import Config
 from megatron_lite.environment import Environment
-from megatron_lite.training.run_report import describe_run
+from megatron_lite.training.run_report import describe_run, start_banner
 
 if __name__ == "__main__":  # --help, --check and a wrong flag are answered before torch is imported
     STARTED = time.monotonic()
@@ -32,11 +32,10 @@ from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.mesh import build_mesh
 from megatron_lite.mesh_sizes import mesh_sizes
-from megatron_lite.model.costs import model_costs
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.vocabulary import with_vocabulary
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.partition import StagePlan, describe, plan_from_config, stages_of_rank
+from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.training.batch_size import BatchSchedule
 from megatron_lite.training.evaluate import Evaluator
@@ -80,7 +79,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
 
         plans = plan_from_config(config)
-        say(describe(plans, model_costs(config.model, config.data.seq_length)))
+        say(start_banner(config, plans))
         chunks = build_chunks(config, stages_of_rank(plans, mesh.rank("pp")), mesh, build)
         pipeline = Pipeline(config, plans, chunks, mesh)
         optimizer = build_optimizer(chunks, config.optimizer)

@@ -43,7 +43,11 @@ CHARTS: dict[str, tuple[dict[str, str], float, bool]] = {
         100.0,
         False,
     ),
-    "Peak memory, GiB": ({"memory-bytes": "memory"}, 2.0**-30, False),
+    "Peak memory, GiB": (
+        {"memory-bytes": "allocated (CPU: resident)", "memory-reserved-bytes": "reserved"},
+        2.0**-30,
+        False,
+    ),
     "Batch, samples": ({"batch-size": "global batch"}, 1.0, False),
 }
 

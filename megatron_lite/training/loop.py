@@ -26,7 +26,7 @@ from megatron_lite.training.gradients import (
 )
 from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.lr_schedule import Schedule
-from megatron_lite.training.metrics import Metrics, StepResult
+from megatron_lite.training.metrics import Metrics, StepResult, memory_record, peak_memory
 from megatron_lite.training.optimizer import set_schedule
 from megatron_lite.training.resume import checkpoint_tensors
 from megatron_lite.training.signals import StopWatch
@@ -62,6 +62,7 @@ class Trainer:
     progress: ProgressLog
     on_step: Sequence[Callable[[int], None]] = ()
     _nonfinite_in_a_row: int = 0
+    _memory: list[float] = field(default_factory=list, init=False)
     _saved_iteration: int | None = field(default=None, init=False)
 
     def run(self) -> str | None:
@@ -76,7 +77,8 @@ class Trainer:
             gc.disable()
         while reason is None and self.state.iteration < self.batches.total_iterations:
             result = self.step()
-            if self.metrics.is_due(self.state.iteration):
+            reason = self.stop.due(self.state.iteration)
+            if self.metrics.is_due(self.state.iteration) or reason is not None:
                 self._count_sources()
             self.metrics.step(result, self.state)
             for watch in self.on_step:
@@ -84,7 +86,9 @@ class Trainer:
             self.checkpointer.poll()
             self._give_up_if_nonfinite(result)
             self._check_replicas()
-            reason = self._evaluate_if_due() or self.stop.due(self.state.iteration)
+            reason = self._evaluate_if_due() or reason
+            if reason is not None:
+                self.metrics.flush(self.state)
             if self._save_is_due():
                 self.save()
             self._collect_garbage()
@@ -149,20 +153,35 @@ class Trainer:
         """(mean token loss, gradient norm) of the global batch; gradients are ready, summed over all ranks."""
         tokens, scale = count_tokens(batch, self.mesh).clamp(min=1), self.loss_scale.scale
         with self.timers("forward-backward"):
-            loss_sum = sum_loss(self.pipeline.train_step(batch, microbatches, scale / tokens), self.mesh)
+            loss_sum = self.pipeline.train_step(batch, microbatches, scale / tokens)
+            # [1 + flags] What ranks were asked for travels beside the loss, which tensor ranks have in common.
+            sums = sum_loss(torch.cat([loss_sum.float().view(1), self.stop.flags()]), self.mesh)
+            if len(sums) > 1:
+                self.mesh.sum_over(sums[1:], "tp")
         with self.timers("grads-reduce-norm"):
             if scale != 1:
                 scale_gradients(self.chunks, 1 / scale)
             norm = gradient_norm(self.chunks, self.mesh)
+        memory = peak_memory(self.mesh.device) if self._line_is_due() else sums[:0]
         # The one point of a step where the host waits for the device.
-        loss, norm = torch.stack([loss_sum.float() / tokens, norm]).tolist()
+        loss, norm, *more = torch.cat([sums[:1] / tokens, norm.view(1), sums[1:], memory]).tolist()
+        self.stop.agree(more[: len(sums) - 1])
+        self._memory = more[len(sums) - 1 :]
         return loss, norm
+
+    def _line_is_due(self) -> bool:
+        """Whether the step that is under way has a line of the log, as Metrics.is_due says."""
+        iteration = self.state.iteration + 1
+        interval = self.config.logging.log_interval
+        return iteration % interval == 0 or iteration == self.batches.total_iterations
 
     def _extras(self) -> dict[str, float]:
         logging = self.config.logging
-        iteration = self.state.iteration + 1
-        due = iteration % logging.log_interval == 0 or iteration == self.batches.total_iterations
-        extras = {}
+        due, extras = self._line_is_due(), {}
+        if not due and self.stop.due(self.state.iteration + 1) is not None:
+            due, self._memory = True, peak_memory(self.mesh.device).tolist()
+        if due:
+            extras |= memory_record(self._memory)
         if logging.log_num_zeros_in_grad and due:
             extras["num-zeros"] = count_zeros(self.chunks, self.mesh).item()
         if logging.log_params_norm and due:
@@ -211,6 +230,7 @@ class Trainer:
         limit = self.config.training.max_consecutive_nonfinite
         if self.config.training.no_check_for_nan_in_loss_and_grad or self._nonfinite_in_a_row < limit:
             return
+        self.metrics.flush(self.state)
         if self.config.checkpoint.save:
             self.save()  # skipped steps left the weights as the last good step made them
             self.checkpointer.close()
@@ -222,7 +242,8 @@ class Trainer:
     def _evaluate_if_due(self) -> str | None:
         """Validate every --eval-interval steps; returns the reason when it was asked to stop on the way."""
         interval = self.config.evaluation.eval_interval
-        if not self.validation.has_data or not interval or self.state.iteration % interval:
+        due = self.validation.has_data and interval and self.state.iteration % interval == 0
+        if not due or self.stop.reason is not None:
             return None
         losses = self.validation.losses(self.state.iteration // interval - 1)
         if losses is None:

@@ -4,10 +4,12 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_lite.config import Config
 from megatron_lite.training.flops import flops_per_step, peak_flops
@@ -34,6 +36,31 @@ class StepResult:
     nonfinite: bool = False
     loss_scale: float = 1.0
     extras: dict[str, float] = field(default_factory=dict)
+
+
+# A record's key -> what stands behind the number in the line of the log. A CPU has the first only.
+_MEMORY = {"memory-bytes": "", "memory-reserved-bytes": " reserved"}
+
+
+def peak_memory(device: torch.device) -> torch.Tensor:
+    """[2] most bytes allocated and reserved on a GPU since the last call; [1] on a CPU: resident since the start.
+
+    The largest over all ranks (collective), on the device: the host waits for nothing.
+    """
+    if device.type == "cuda":
+        mine = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        mine = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit]
+    largest = torch.stack([torch.full((), float(size), device=device) for size in mine])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def memory_record(sizes: Sequence[float]) -> dict[str, int]:
+    """What `peak_memory` gave, under the names of a record."""
+    return {name: int(size) for name, size in zip(_MEMORY, sizes)}
 
 
 class Metrics:
@@ -72,14 +99,26 @@ class Metrics:
             self._tracker.track(self._record([result], state), state.iteration)
         self._tracker.show(self._now(result, state))
         if self.is_due(state.iteration):
-            if of_source := {f"consumed-tokens/{name}": n for name, n in state.tokens_of_source.items()}:
-                self._tracker.track({"iteration": state.iteration, **of_source}, state.iteration)
-            self._tracker.say(self.line(self._record(self._steps, state), state))
-            lines, seconds = self._timers.report(len(self._steps))
-            if lines:
-                self._tracker.say(lines)
-                self._tracker.track({"iteration": state.iteration, **seconds}, state.iteration)
-            self._steps.clear()
+            self.flush(state)
+
+    def flush(self, state: TrainState) -> None:
+        """Print the line of the steps since the last one, at the end of an interval or of the run (collective).
+
+        The last step of a run is tracked whatever --tensorboard-log-interval says.
+        """
+        if not self._steps:
+            return
+        last = not self.is_due(state.iteration) or state.iteration == self._total
+        if last and state.iteration % self._config.logging.tensorboard_log_interval:
+            self._tracker.track(self._record(self._steps[-1:], state), state.iteration)
+        if of_source := {f"consumed-tokens/{name}": n for name, n in state.tokens_of_source.items()}:
+            self._tracker.track({"iteration": state.iteration, **of_source}, state.iteration)
+        self._tracker.say(self.line(self._record(self._steps, state), state))
+        lines, seconds = self._timers.report(len(self._steps))
+        if lines:
+            self._tracker.say(lines)
+            self._tracker.track({"iteration": state.iteration, **seconds}, state.iteration)
+        self._steps.clear()
 
     def is_due(self, iteration: int) -> bool:
         """Whether the line of the log is printed after this iteration."""
@@ -112,19 +151,11 @@ class Metrics:
             "tokens-per-second": sum(step.tokens for step in steps) / (seconds * len(steps)),
             "throughput": per_device / 1e12,
             "mfu": per_device / self._peak if self._peak else None,
-            "memory-bytes": self._memory(),
             "skipped-iterations": state.skipped_iterations,
             "nan-iterations": state.nan_iterations,
             "eta-seconds": (self._total - state.iteration) * seconds,
         }
         return record | last.extras
-
-    def _memory(self) -> int:
-        """Peak bytes: allocated on the GPU, or resident in this process on the CPU."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def line(self, record: dict[str, Any], state: TrainState) -> str:
         """Megatron's line with tokens/s and ETA added; the learning rate is the next step's, as it is there."""
@@ -146,6 +177,10 @@ class Metrics:
             f"loss scale: {record['loss-scale']:.1f}",
             f"grad norm: {record['grad-norm']:.3f}",
         ]
+        if memory := [
+            f"{record[name] / 2**30:.2f}{kind}" for name, kind in _MEMORY.items() if name in record
+        ]:
+            parts.append(f"peak memory (GiB): {', '.join(memory)}")
         if "pipeline-idle-share" in record:
             mean, most = record["pipeline-idle-share"], record["pipeline-idle-share-max"]
             parts.append(f"pipeline idle (mean, max over ranks): {mean:.1%}, {most:.1%}")

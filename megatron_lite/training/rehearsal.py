@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.config import Config, ConfigError
+from megatron_lite.config import Config, ConfigError, TrainingConfig
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed import seed_everything
 from megatron_lite.mesh import ParallelMesh, build_mesh
@@ -49,6 +49,7 @@ from megatron_lite.training.loop import Trainer
 from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.lr_schedule import Schedule
 from megatron_lite.training.optimizer import build_optimizer, named_state
+from megatron_lite.training.signals import StopWatch
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 
@@ -367,7 +368,7 @@ def _trainer(
         validation=None,
         checkpointer=None,
         metrics=None,
-        stop=None,
+        stop=StopWatch(TrainingConfig(), mesh.device),
         state=TrainState(),
         loss_scale=LossScale.from_config(config.precision),
         timers=Timers(config.logging, mesh.device),

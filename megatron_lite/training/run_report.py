@@ -1,6 +1,9 @@
 """What a run will be, as text: `pretrain_gpt.py --check --world-size N FLAGS`. Imports no torch."""
 
+from bisect import bisect_left
+
 from megatron_lite.config import Config
+from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import ModelCosts, model_costs
 from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.partition import (
@@ -46,6 +49,29 @@ def describe_run(config: Config) -> str:
     return "\n\n".join(parts)
 
 
+def start_banner(config: Config, plans: list[StagePlan]) -> str:
+    """What a run prints when it starts, in a few lines: model, layout, stages, length, where it saves."""
+    model, parallel, save = config.model, config.parallel, config.checkpoint
+    costs, batches = model_costs(model, config.data.seq_length), BatchSchedule.from_config(config)
+    samples, total = batches.total_samples, batches.total_iterations
+    batch = " to ".join(f"{size:,}" for size in dict.fromkeys(batches.steps[n][1] for n in (0, -1)))
+    warmup = bisect_left(range(total), Schedule.from_config(config).warmup_samples, key=batches.samples_after)
+    interval = f"every {save.save_interval:,} steps and " if save.save_interval else ""
+    return "\n".join(
+        (
+            f"model: {costs.total_parameters(model.num_layers):,} parameters, {model.num_layers} layers of "
+            f"{model.hidden_size}, vocabulary {model.padded_vocab_size:,}, {config.data.seq_length:,} tokens a sample",
+            f"layout: {parallel.world_size:,} processes: {_axes(config)}; {_schedule(config)}",
+            describe(plans, costs),
+            f"run: {total:,} steps of {batch} samples, {samples:,} samples, {samples * config.data.seq_length:,} "
+            f"tokens, learning rate {config.optimizer.lr:g} after {warmup:,} steps of warm-up",
+            f"checkpoints: {interval}at the end in {save.save}"
+            if save.save
+            else "checkpoints: none (no --save)",
+        )
+    )
+
+
 def _with_known_vocabulary(config: Config) -> tuple[Config, str]:
     """The config with a padded vocabulary, as far as the flags alone tell it, and a line about it."""
     size = known_vocabulary(config)
@@ -81,23 +107,15 @@ def _model(config: Config, costs: ModelCosts, vocabulary: str) -> str:
 
 
 def _layout(config: Config, plans: list[StagePlan], costs: ModelCosts, batches: BatchSchedule) -> str:
-    parallel = config.parallel
-    replicas = parallel.num_distributed_optimizer_instances
-    if parallel.data_parallel_sharding_strategy == "no_shard":
-        replicas = parallel.data_parallel_size
-    shards = parallel.data_parallel_size // replicas
-    context, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    parallel, sizes = config.parallel, mesh_sizes(config)
     ranks = range(parallel.pipeline_model_parallel_size)
     held = [sum(stage_parameters(p, costs) for p in plans if p.rank == rank) for rank in ranks]
-    most = max(held) / (tensor * shards * context)
-    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    most = max(held) / (sizes["tp"] * sizes["dp_shard"] * sizes["cp"])
     microbatches = batches.num_microbatches(batches.total_samples)
     lines = [
         f"Layout of {parallel.world_size:,} processes",
-        f"  axes         pipeline {parallel.pipeline_model_parallel_size} x data {parallel.data_parallel_size} "
-        f"(replicas {replicas} x shards {shards}) x context {context} x tensor {tensor}",
-        f"  schedule     {parallel.pipeline_schedule}, {chunks} chunk{'s' if chunks > 1 else ''} a rank, "
-        f"{microbatches:,} microbatches",
+        f"  axes         {_axes(config)}",
+        f"  schedule     {_schedule(config)}, {microbatches:,} microbatches",
         f"  a rank holds about {most:,.0f} parameters at most, "
         f"{most * _BYTES_PER_PARAMETER / 2**30:,.2f} GiB with fp32 gradients and Adam state",
     ]
@@ -105,6 +123,19 @@ def _layout(config: Config, plans: list[StagePlan], costs: ModelCosts, batches: 
     if len(ranks) > 1:
         lines += _pipeline(config, plans, costs, microbatches)
     return "\n".join(lines)
+
+
+def _axes(config: Config) -> str:
+    sizes, data = mesh_sizes(config), config.parallel.data_parallel_size
+    return (
+        f"pipeline {sizes['pp']} x data {data} (replicas {sizes['dp_replicate']} x shards {sizes['dp_shard']}) x "
+        f"context {sizes['cp']} x tensor {sizes['tp']}"
+    )
+
+
+def _schedule(config: Config) -> str:
+    chunks = config.parallel.num_virtual_stages_per_pipeline_rank
+    return f"{config.parallel.pipeline_schedule}, {chunks} chunk{'s' if chunks > 1 else ''} a rank"
 
 
 def _pipeline(config: Config, plans: list[StagePlan], costs: ModelCosts, microbatches: int) -> list[str]:

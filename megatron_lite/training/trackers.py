@@ -225,7 +225,7 @@ def _hidden_names(config: Config) -> frozenset[str]:
     """What the trackers get only when a flag asks for it; the metrics file has everything."""
     hidden = set()
     if not config.logging.log_memory_to_tensorboard:
-        hidden.add("memory-bytes")
+        hidden |= {"memory-bytes", "memory-reserved-bytes"}
     if not config.logging.log_timers_to_tensorboard:
         hidden |= {"data-wait-time", "eta-seconds"}
     return frozenset(hidden)

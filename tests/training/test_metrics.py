@@ -10,7 +10,7 @@ import torch
 
 from megatron_lite.config import CheckpointConfig, LoggingConfig, TrainingConfig
 from megatron_lite.environment import Environment
-from megatron_lite.training.metrics import Metrics, StepResult
+from megatron_lite.training.metrics import Metrics, StepResult, memory_record, peak_memory
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.trackers import JsonLines, Tracker, build_tracker
 from tests.parity import make_config
@@ -163,3 +163,27 @@ def test_a_terminal_shows_where_the_run_is(capsys, monkeypatch):
     assert capsys.readouterr().out == "\r\x1b[2Kiteration 1/4 (25%), loss 3.0000, 128 tokens/s, ETA 0:00:02"
     steps(metrics, 3.0, 2.0)
     assert "\r\x1b[2K[" in capsys.readouterr().out, "a line of the log takes its place"
+
+
+def test_peak_memory_of_a_gpu_starts_anew_and_shows_what_is_reserved(monkeypatch, capsys):
+    peaks = {"max_memory_allocated": 70 * 2**30, "max_memory_reserved": 75 * 2**30}
+    resets, full = [], torch.full
+    for name, size in peaks.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch, "full", lambda shape, value, device: full(shape, value))
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda tensor, op: tensor.add_(2**30)
+    )  # another rank's
+    record = memory_record(peak_memory(torch.device("cuda", 0)).tolist())
+    assert record == {"memory-bytes": 71 * 2**30, "memory-reserved-bytes": 76 * 2**30}
+    assert resets == [torch.device("cuda", 0)]
+    kept = Kept()
+    steps(
+        Metrics(config_with(), torch.device("cpu"), 1, 2, Tracker([kept], speaks=True)),
+        3.0,
+        2.0,
+        extras=record,
+    )
+    assert "| peak memory (GiB): 71.00, 76.00 reserved |" in capsys.readouterr().out
+    assert kept.records[-1][1]["memory-reserved-bytes"] == 76 * 2**30

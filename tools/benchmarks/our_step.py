@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, TrainingConfig
 from megatron_lite.mesh import ParallelMesh, build_mesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.parallelize import build_chunks
@@ -18,6 +18,7 @@ from megatron_lite.training.loop import Trainer
 from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.lr_schedule import Schedule
 from megatron_lite.training.optimizer import build_optimizer
+from megatron_lite.training.signals import StopWatch
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 
@@ -69,7 +70,7 @@ def build_trainer(
         validation=left_out,
         checkpointer=left_out,
         metrics=left_out,
-        stop=left_out,
+        stop=StopWatch(TrainingConfig(), device),
         state=TrainState(),
         loss_scale=LossScale.from_config(config.precision),
         timers=Timers(config.logging, device),

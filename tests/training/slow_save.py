@@ -1,0 +1,23 @@
+"""pretrain_gpt.py whose saves take SLOW_SAVE_S seconds longer: for test_signals.py, under torchrun."""
+
+import os
+import sys
+import time
+
+import pretrain_gpt
+from megatron_lite.arguments import parse_or_exit
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.distributed import run_and_exit
+from megatron_lite.environment import Environment
+
+if __name__ == "__main__":
+    environment = Environment.read()
+    config = parse_or_exit(sys.argv[1:], environment)
+    save = Checkpointer.save
+
+    def slow_save(self, *arguments):
+        time.sleep(float(os.environ["SLOW_SAVE_S"]))
+        return save(self, *arguments)
+
+    Checkpointer.save = slow_save
+    run_and_exit(lambda: pretrain_gpt.pretrain(config, environment, time.monotonic()), environment)
