@@ -54,6 +54,7 @@ from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 
 MIB = 1 << 20
+_NEVER = 1 << 30  # iterations
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,10 @@ def prepare(config: Config) -> tuple[Config, list[str]]:
         # Nothing is read or written: a group of hosts and a stored state would be for that.
         checkpoint=replace(config.checkpoint, save=None, load=None, pretrained_checkpoint=None),
         training=replace(config.training, iterations_to_skip=()),
-        logging=replace(config.logging, log_num_zeros_in_grad=False, log_params_norm=False),
+        # Neither step has a line of the log, nor is it the last: what a line reduces is no part of every step.
+        logging=replace(
+            config.logging, log_num_zeros_in_grad=False, log_params_norm=False, log_interval=_NEVER
+        ),
     )
     if config.parallel.compile:
         notes.append("without --compile: its fused kernels hold less than what is counted here")
@@ -257,7 +261,10 @@ def _run(
     counts = microbatches_to_run(config, wanted)
     first, second = (count * schedule.samples_per_microbatch for count in counts)
     two_steps = replace(
-        schedule, steps=((0, first), (first, second)), total_iterations=2, total_samples=first + second
+        schedule,
+        steps=((0, first), (first, second)),
+        total_iterations=_NEVER,
+        total_samples=first + second,
     )
     trainer = _trainer(config, mesh, chunks, optimizer, two_steps)
 

@@ -73,7 +73,7 @@ def test_tokens_of_each_source_are_counted_over_ranks_and_resumes(tmp_path):
     # Greedy filling keeps every whole turn of four samples at 1 to 3.
     assert [
         (r["iteration"], r[f"consumed-tokens/{first}"], r[f"consumed-tokens/{second}"]) for r in counted
-    ] == [(iteration, iteration * 2 * 16, iteration * 6 * 16) for iteration in (5, 10, 12)]
+    ] == [(iteration, iteration * 2 * 16, iteration * 6 * 16) for iteration in (5, 6, 10, 12)]
 
 
 def test_a_finished_run_has_nothing_to_do(prefix, tmp_path):
