@@ -260,12 +260,8 @@ def _run(
     wanted = schedule.num_microbatches(schedule.total_samples)
     counts = microbatches_to_run(config, wanted)
     first, second = (count * schedule.samples_per_microbatch for count in counts)
-    two_steps = replace(
-        schedule,
-        steps=((0, first), (first, second)),
-        total_iterations=_NEVER,
-        total_samples=first + second,
-    )
+    steps = ((0, first), (first, second))
+    two_steps = replace(schedule, steps=steps, total_iterations=_NEVER, total_samples=first + second)
     trainer = _trainer(config, mesh, chunks, optimizer, two_steps)
 
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]

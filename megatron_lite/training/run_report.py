@@ -61,7 +61,7 @@ def start_banner(config: Config, plans: list[StagePlan]) -> str:
         (
             f"model: {costs.total_parameters(model.num_layers):,} parameters, {model.num_layers} layers of "
             f"{model.hidden_size}, vocabulary {model.padded_vocab_size:,}, {config.data.seq_length:,} tokens a sample",
-            f"layout: {parallel.world_size:,} process{'es' if parallel.world_size > 1 else ''}: {_axes(config)}; {_schedule(config)}",
+            f"layout: {parallel.world_size:,} ranks: {_axes(config)}; {_schedule(config)}",
             describe(plans, costs),
             f"run: {total:,} steps of {batch} samples, {samples:,} samples, {samples * config.data.seq_length:,} "
             f"tokens, learning rate {config.optimizer.lr:g} after {warmup:,} steps of warm-up",
