@@ -25,7 +25,7 @@ class Environment:
     launched: bool = False
     launcher_pid: int | None = None  # torchrun's: read before torch is imported, or it may be gone by then
     cuda_visible_devices: str | None = None
-    wandb_key_present: bool = False
+    wandb_run_id: str | None = None
     slurm_job_id: str | None = None
 
     @classmethod
@@ -44,7 +44,7 @@ class Environment:
             launched="WORLD_SIZE" in variables,
             launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in variables else None,
             cuda_visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
-            wandb_key_present=bool(variables.get("WANDB_API_KEY")),
+            wandb_run_id=variables.get("WANDB_RUN_ID"),
             slurm_job_id=variables.get("SLURM_JOB_ID"),
         )
 

@@ -1,51 +1,46 @@
 """Where records go: the console, a JSON-lines file, TensorBoard, Weights & Biases.
 
-A tracker that is missing, down or out of space never stops a run: it is reported once and left out from then on.
+A tracker that is missing, down, stuck or out of space never stops or delays a run: TensorBoard and Weights & Biases
+run in threads of their own, and what fails is reported once and left out from then on.
 """
 
 import json
 import math
+import os
+import secrets
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_lite.config import Config
-from megatron_lite.environment import Environment, set_default
+from megatron_lite.environment import Environment
+from megatron_lite.training.background import CLOSE_TIMEOUT_S, BackgroundSink, Record, Sink
 from megatron_lite.training.state import TrainState
 
-Record = dict[str, Any]
 _CLEAR_LINE = "\r\x1b[2K"
-
-
-class Sink(Protocol):
-    """One place for records."""
-
-    name: str
-
-    def track(self, record: Record, step: int) -> None:
-        """Keep one record."""
-        ...
-
-    def close(self) -> None:
-        """Flush and let go."""
-        ...
 
 
 class Tracker:
     """Hands records to every sink; prints lines. Silent on ranks that do not report."""
 
-    def __init__(self, sinks: list[Sink], speaks: bool) -> None:
+    def __init__(
+        self, sinks: list[Sink | BackgroundSink], speaks: bool, wandb_run_id: str | None = None
+    ) -> None:
+        """wandb_run_id: the run's id at Weights & Biases, to go on with after a restart."""
         self._sinks = sinks
         self._speaks = speaks
         self._on_terminal = speaks and sys.stdout.isatty()
+        self.wandb_run_id = wandb_run_id
 
     def say(self, line: str) -> None:
-        """Print a line of the log."""
+        """Print a line of the log; from any thread."""
         if self._speaks:
-            print(f"{_CLEAR_LINE if self._on_terminal else ''}{line}", flush=True)
+            print(f"{_CLEAR_LINE if self._on_terminal else ''}{line}\n", end="", flush=True)
 
     def show(self, line: str) -> None:
         """On a terminal, a line that the next one replaces: where the run is right now."""
@@ -59,15 +54,16 @@ class Tracker:
             self._attempt(sink, lambda sink=sink: sink.track(record, step))
 
     def close(self) -> None:
-        """Close every sink."""
-        for sink in list(self._sinks):
+        """Close every sink; those in threads get CLOSE_TIMEOUT_S together."""
+        behind = [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]
+        for sink in behind:
+            sink.begin_close()
+        for sink in [sink for sink in self._sinks if sink not in behind]:
             self._attempt(sink, sink.close)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for sink in behind:
+            sink.wait_closed(deadline)
         self._sinks.clear()
-
-    @property
-    def wandb_run_id(self) -> str | None:
-        """The run's id at Weights & Biases, to go on with after a restart."""
-        return next((sink.run_id for sink in self._sinks if isinstance(sink, WandbSink)), None)
 
     def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
         try:
@@ -84,14 +80,18 @@ class JsonLines:
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  closed by close()
+        self._file = Path(path).open("a+b")  # noqa: SIM115  closed by close()
+        if self._file.seekable() and self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # a kill tore the last line: the next record must not join it
+                self._file.write(b"\n")
 
     def track(self, record: Record, step: int) -> None:
         """Append a record with the time of day in seconds."""
         valid = {
             key: None if _is_not_finite(value) else value for key, value in record.items()
         }  # JSON has no NaN
-        self._file.write(json.dumps({"time": round(time.time(), 3), **valid}) + "\n")
+        self._file.write(json.dumps({"time": round(time.time(), 3), **valid}).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -107,7 +107,8 @@ class TensorBoardSink:
     def __init__(self, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package
 
-        self._writer = SummaryWriter(config.logging.tensorboard_dir)
+        # A run that fails leaves without closing: no more than 10 s of points are lost then.
+        self._writer = SummaryWriter(config.logging.tensorboard_dir, flush_secs=10)
         self._hidden = _hidden_names(config)
 
     def track(self, record: Record, step: int) -> None:
@@ -121,37 +122,79 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases; offline when there is no key. The same run goes on after a restart."""
+    """Weights & Biases; offline without a login or a server. The same run goes on after a restart."""
 
     name = "wandb"
 
-    def __init__(self, config: Config, environment: Environment, run_id: str | None) -> None:
+    def __init__(self, config: Config, run_id: str, resumed: bool, say: Callable[[str], None]) -> None:
         import wandb  # an optional package
 
-        if not environment.wandb_key_present:
-            set_default("WANDB_MODE", "offline")
         folder = config.logging.wandb_save_dir or config.checkpoint.save or "."
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._hidden = _hidden_names(config)
-        self._run = wandb.init(
-            project=config.logging.wandb_project,
-            entity=config.logging.wandb_entity,
-            name=config.logging.wandb_exp_name,
-            dir=folder,
-            config=config.to_dict(),
-            id=run_id,
-            resume="allow" if run_id else None,
-            settings=wandb.Settings(init_timeout=60, silent=True),
-        )
-        self.run_id = self._run.id
+        options = {
+            "project": config.logging.wandb_project,
+            "entity": config.logging.wandb_entity,
+            "name": config.logging.wandb_exp_name,
+            "dir": folder,
+            "config": config.to_dict(),
+            "id": run_id,
+            "resume": "allow" if resumed else None,
+            "settings": wandb.Settings(init_timeout=60, silent=True),
+        }
+        offline = f"wandb goes offline ({folder}/wandb, `wandb sync` sends it later)"
+        if not _wandb_has_login(wandb):
+            say(
+                f"warning: {offline}: no login in WANDB_API_KEY, ~/.netrc or wandb's settings (`wandb login`)"
+            )
+            self._run = wandb.init(**options, mode="offline")
+        else:
+            try:
+                self._run = wandb.init(**options)
+            except Exception as error:  # noqa: BLE001  a server that is down must not cost the whole run's points
+                say(f"warning: {offline}: {str(error).splitlines()[0]}")
+                wandb.teardown()  # it holds the run's id
+                self._run = wandb.init(**options, mode="offline")
+        # Charts over the iteration: wandb's own step never goes back, so a run that goes on from an older checkpoint
+        # would lose every point up to where it had been.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+        self._next_step, self._offset = int(getattr(self._run, "step", 0) or 0), None
 
     def track(self, record: Record, step: int) -> None:
-        """Log the numbers at this step."""
-        self._run.log(_numbers(record, self._hidden), step=step)
+        """Log the numbers of this iteration; wandb's step is the iteration, moved on where a resumed run repeats it."""
+        if self._offset is None:
+            self._offset = max(0, self._next_step - step)
+        self._run.log({**_numbers(record, self._hidden), "iteration": step}, step=step + self._offset)
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _wandb_has_login(wandb: Any) -> bool:
+    """Whether wandb would find a login, or is told to want none (WANDB_MODE)."""
+    settings = wandb.setup().settings
+    if settings.mode not in (None, "online", "run") or settings.api_key:
+        return True
+    if getattr(settings, "identity_token_file", None):
+        return True
+    try:
+        from wandb.sdk.lib.wbauth import read_netrc_auth
+    except ImportError:  # before wandb 0.23
+        from wandb.sdk.lib.apikey import api_key
+
+        return bool(api_key(settings))
+    return bool(read_netrc_auth(host=settings.base_url))
+
+
+def _end_wandb_service() -> None:
+    """Kill wandb's service process, a child that would go on for minutes and keep our output open (`run | tee log`)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("wandb") and int(rest.split()[1]) == os.getpid():
+                os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 class ProgressLog:
@@ -194,24 +237,37 @@ class ProgressLog:
 
 
 def build_tracker(config: Config, environment: Environment, run_id: str | None) -> Tracker:
-    """The sinks that the flags name, on rank 0; elsewhere a silent tracker."""
+    """The sinks that the flags name, on rank 0; elsewhere a silent tracker.
+
+    Args:
+        run_id: the run's id at Weights & Biases before a restart.
+    """
     if environment.rank != 0:
         return Tracker([], speaks=False)
-    tracker = Tracker([], speaks=True)
     logging, save = config.logging, config.checkpoint.save
+    tracker = Tracker([], speaks=True)
     path = logging.metrics_file or (f"{save}/metrics.jsonl" if save and "://" not in save else None)
-    wanted: list[tuple[bool, str, Callable[[], Sink]]] = [
-        (path is not None, JsonLines.name, lambda: JsonLines(path)),
-        (logging.tensorboard_dir is not None, TensorBoardSink.name, lambda: TensorBoardSink(config)),
-        (logging.wandb_project is not None, WandbSink.name, lambda: WandbSink(config, environment, run_id)),
-    ]
-    for asked, name, build in wanted:
-        if not asked:
-            continue
+    if path is not None:
         try:
-            tracker._sinks.append(build())
-        except Exception as error:  # noqa: BLE001  a tracker must never stop a run
-            tracker.say(f"warning: {name} cannot be used, the run goes on without it: {error}")
+            tracker._sinks.append(JsonLines(path))
+        except OSError as error:
+            tracker.say(f"warning: {JsonLines.name} cannot be used, the run goes on without it: {error}")
+    if logging.tensorboard_dir is not None:
+        tracker._sinks.append(
+            BackgroundSink(TensorBoardSink.name, lambda: TensorBoardSink(config), tracker.say)
+        )
+    if logging.wandb_project is not None:
+        # The id is made here: the checkpoints' state needs it, and wandb's own start must hold nobody up.
+        number = run_id or environment.wandb_run_id or secrets.token_hex(4)
+        tracker.wandb_run_id = number
+        tracker._sinks.append(
+            BackgroundSink(
+                WandbSink.name,
+                lambda: WandbSink(config, number, run_id is not None, tracker.say),
+                tracker.say,
+                abandon=_end_wandb_service,
+            )
+        )
     return tracker
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.checkpoint.folders import is_intact
 from tests.runs import ROOT, flags, metrics, run_alone, train, training_steps, write_data
+from tests.training.test_trackers import wandb_records
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -125,12 +126,21 @@ def test_the_error_of_the_rank_that_failed_is_shown(prefix, tmp_path):
     assert "wanted" in done.stderr
 
 
-def test_wandb_offline_goes_on_with_the_same_run(prefix, tmp_path):
+def test_wandb_offline_goes_on_with_the_same_run(prefix, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-login"))
     common = f"--save {tmp_path}/ckpt --load {tmp_path}/ckpt --wandb-project test --wandb-save-dir {tmp_path}"
-    for part in ("--exit-interval 2 --train-iters 4", "--train-iters 4"):
+    for part in ("--exit-interval 3 --train-iters 4 --save-interval 1", "--train-iters 4 --ckpt-step 1"):
         done = run_alone(flags(prefix, common, part))
         assert done.returncode == 0, done.stderr
         assert "wandb cannot be used" not in done.stdout
-    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2
-    assert len({name.rsplit("-", 1)[1] for name in runs}) == 1, "one run id"
+        assert "warning: wandb goes offline" in done.stdout
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1, "one run id"
+    steps = []
+    for file in files:
+        records = [{i.nested_key[0]: i.value_json for i in r.item} for r in wandb_records(file, "history")]
+        steps.append([int(record["iteration"]) for record in records])
+        assert all(record["_step"] == record["iteration"] for record in records)
+        assert [m.step_metric for m in wandb_records(file, "metric") if m.glob_name == "*"] == ["iteration"]
+    assert steps == [[1, 2, 3], [2, 3, 4]]
