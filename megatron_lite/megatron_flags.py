@@ -57,6 +57,10 @@ _ACCEPTED: dict[str, str] = {
         "--ckpt-convert-update-legacy-dist-opt-format --ckpt-load-validate-sharding-integrity "
         "--no-ckpt-load-validate-sharding-integrity --dist-ckpt-workers= --async-ckpt-use-cached-structure "
         "--strict-fsdp-dtensor-load --no-strict-fsdp-dtensor-load --enable-msc --disable-msc "
+        "--async-ckpt-cpu-priority= --async-ckpt-io-priority= --ckpt-fully-parallel-load-exchange-algo= "
+        "--ckpt-fully-parallel-load-per-rank-objects --ckpt-fully-parallel-save-process-group= "
+        "--ckpt-fully-parallel-load-process-group= --ckpt-pg-tensors-cache-path= --ckpt-pg-tensors-cache-create "
+        "--ckpt-drop-redundant-extra-state "
         "--distrib-optim-fully-reshardable-mem-efficient --dump-param-to-param-group-map="
     ),
     "a checkpoint loads in any layout: the flags say which": "--use-mp-args-from-checkpoint-args",
@@ -66,16 +70,20 @@ _ACCEPTED: dict[str, str] = {
         "--use-contiguous-parameters-in-local-ddp --megatron-fsdp-version= "
         "--ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw --no-delay-grad-reduce "
         "--delay-grad-reduce --delay-param-gather --align-grad-reduce --no-align-grad-reduce --align-param-gather "
-        "--no-align-param-gather --fsdp-double-buffer --fsdp-manual-registration --suggested-communication-unit-size= "
+        "--no-align-param-gather --fsdp-double-buffer --fsdp-manual-registration "
+        "--suggested-communication-unit-size= "
         "--DDP-impl= --use-contiguous-buffers-in-local-ddp --no-contiguous-buffers-in-local-ddp "
         "--keep-fp8-transpose-cache-when-using-custom-fsdp --use-custom-fsdp --gradient-reduce-div-fusion "
         "--no-gradient-reduce-div-fusion --fsdp-manual-registration-bytes= --enable-full-sharding-in-hsdp "
         "--no-shard-embeddings --no-pin-cpu-grads --no-pin-cpu-params "
         "--ddp-reduce-scatter-with-fp32-accumulation --megatron-fsdp-use-decoupled-grad "
-        "--fsdp-db-use-persist-buf-on-alloc-fail --gradient-reduce-div-factor=1 --outer-dp-sharding-strategy=no_shard"
+        "--fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-enable-fine-grained-param-gather "
+        "--megatron-fsdp-max-pool-double-buffer --no-use-layer-wise-param-layout "
+        "--gradient-reduce-div-factor=1 --outer-dp-sharding-strategy=no_shard"
     ),
     "main weights, gradients and optimizer state are fp32": (
-        "--megatron-fsdp-main-params-dtype=fp32|auto --megatron-fsdp-main-grads-dtype=fp32|auto "
+        "--megatron-fsdp-main-params-dtype=fp32|auto|bf16|fp16 --megatron-fsdp-main-grads-dtype=fp32|auto|bf16|fp16 "
+        "--ddp-param-name-patterns-for-fp32-local-accumulation=+ "
         "--use-precision-aware-optimizer --main-grads-dtype=fp32|bf16 --main-params-dtype=fp32|fp16 "
         "--exp-avg-dtype=fp32|fp16|bf16|fp8 --exp-avg-sq-dtype=fp32|fp16|bf16|fp8 "
         "--accumulate-allreduce-grads-in-fp32"
@@ -83,7 +91,8 @@ _ACCEPTED: dict[str, str] = {
     "--grad-reduce-in-bf16 says in what format gradients are reduced": "--megatron-fsdp-grad-comm-dtype=",
     "attention, softmax and fused kernels are PyTorch's own": (
         "--attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling --use-flash-attn "
-        "--use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --no-masked-softmax-fusion "
+        "--use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --flash-attention-version= "
+        "--no-masked-softmax-fusion "
         "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
         "--no-persist-layer-norm --no-gradient-accumulation-fusion --cross-entropy-fusion-impl= "
         "--apply-rope-fusion --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
@@ -101,7 +110,8 @@ _ACCEPTED: dict[str, str] = {
         "--tp-comm-bulk-wgrad --disable-tp-comm-split-ag --disable-tp-comm-split-rs --tp-comm-bootstrap-backend= "
         "--no-async-tensor-model-parallel-allreduce --async-tensor-model-parallel-allreduce "
         "--sync-tp-duplicated-parameters --clone-scatter-output-in-embedding "
-        "--no-clone-scatter-output-in-embedding --distribute-saved-activations"
+        "--no-clone-scatter-output-in-embedding --distribute-saved-activations "
+        "--distribute-checkpointed-activations --symmetric-ar-type="
     ),
     "the pipeline's communication is torch.distributed.pipelining's": (
         "--overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
@@ -129,13 +139,31 @@ _ACCEPTED: dict[str, str] = {
         "--moe-token-drop-policy= --moe-token-dropping --moe-layer-recompute --moe-layer-freq= --moe-extended-tp "
         "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size= --moe-shared-expert-gate "
         "--moe-use-legacy-grouped-gemm --moe-enable-deepep --moe-deepep-num-sms= --moe-flex-dispatcher-backend= "
-        "--moe-hybridep-num-sms= --moe-apply-probs-on-input --overlap-moe-expert-parallel-comm"
+        "--moe-hybridep-num-sms= --moe-apply-probs-on-input --overlap-moe-expert-parallel-comm "
+        "--moe-ffn-hidden-size= --moe-latent-size= --moe-router-topk-limited-devices= --moe-router-force-biased= "
+        "--moe-router-quantile-balancing-ema= --moe-enable-routing-replay --moe-upcycling-granularity= "
+        "--moe-single-grouped-weight --moe-single-grouped-bias --moe-use-grouped-tensor "
+        "--use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size= "
+        "--moe-mlp-glu-interleave-size= --moe-expert-rank-capacity-factor= --moe-flex-dispatcher-num-sms= "
+        "--moe-hybridep-num-sms-preprocessing= --moe-hybridep-num-blocks-permute= "
+        "--moe-hybridep-num-blocks-unpermute= --moe-permute-fusion-into-hybridep "
+        "--moe-hybridep-pad-uneven-dispatch-inputs --moe-ncclep-zero-copy --moe-dispatch-fwd-dtype= "
+        "--moe-combine-bwd-dtype= --moe-paged-stash --moe-paged-stash-page-size= "
+        "--moe-paged-stash-buffer-size-factor-cuda= --moe-paged-stash-buffer-size-factor-cpu= "
+        "--moe-pad-experts-for-cuda-graph-inference --save-tokens-per-expert-interval="
     ),
     "only multi-latent attention reads it": (
         "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --cache-mla-latents "
         "--mscale= --mscale-all-dim= --beta-fast= --beta-slow= --rotary-scaling-factor= "
-        "--original-max-position-embeddings="
+        "--original-max-position-embeddings= --mla-down-proj-fusion"
     ),
+    "only --position-embedding-type yarn reads it": (
+        "--yarn-rotary-scaling-factor= --yarn-original-max-position-embeddings= --yarn-beta-fast= --yarn-beta-slow= "
+        "--yarn-mscale= --yarn-mscale-all-dim= --yarn-correction-range-round-to-int "
+        "--no-yarn-correction-range-round-to-int"
+    ),
+    "only --optimizer lion reads it": "--lion-beta1= --lion-beta2=",
+    "evaluation takes microbatches of --micro-batch-size": "--eval-micro-batch-size=",
     "weights are sharded over --tensor-model-parallel-size ranks": "--tensor-parallel-num-weight-shards=",
     "no [S, S] mask is ever made": (
         "--no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader"
@@ -143,7 +171,7 @@ _ACCEPTED: dict[str, str] = {
     "data is read in the indexed format, memory-mapped": (
         "--data-impl=mmap|infer --mmap-warmup --num-dataset-builder-threads= --legacy-tokenizer "
         "--mid-level-dataset-surplus=0.005 --exit-signal-handler-for-dataloader "
-        "--object-storage-cache-path= --defer-npy-index-mmap --fast-cache-load"
+        "--object-storage-cache-path= --s3-cache-path= --defer-npy-index-mmap --fast-cache-load"
     ),
     "a non-finite step is skipped and counted on all ranks": "--rerun-mode= --result-rejected-tracker-filename=",
     "the log says what each step took, on every rank": (
@@ -152,7 +180,9 @@ _ACCEPTED: dict[str, str] = {
         "--one-logger-project= --one-logger-run-name= --one-logger-entity= --one-logger-async --app-tag-run-name= "
         "--app-tag-run-version= --log-interval-straggler= --distributed-timeout-seconds-after-init= "
         "--flight-recorder-dump-path= --nccl-flight-recorder --run-workload-inspector-server "
-        "--workload-inspector-server-port= --log-level= --log-level-replica= --codecarbon-dir="
+        "--workload-inspector-server-port= --log-level= --log-level-replica= --codecarbon-dir= --otel-enabled "
+        "--otel-span-groups= "
+        "--otel-service-name= --flight-recorder-trace-buffer-size= --flight-recorder-include-stack-trace"
     ),
     "learning rate, batch and world size, loss scale, throughput and memory are always logged": (
         "--log-batch-size-to-tensorboard --log-world-size-to-tensorboard --log-learning-rate-to-tensorboard "
@@ -163,10 +193,12 @@ _ACCEPTED: dict[str, str] = {
     ),
     "--profile is torch's profiler": (
         "--use-pytorch-profiler --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
-        "--pytorch-profiler-collect-chakra --nvtx-ranges --record-memory-history --memory-snapshot-path="
+        "--pytorch-profiler-collect-chakra --record-shapes --nvtx-ranges --record-memory-history "
+        "--memory-snapshot-path="
     ),
     "the launcher restarts a run, which then resumes by itself": (
-        "--adlr-autoresume --adlr-autoresume-interval= --enable-ft-package --calc-ft-timeouts --inprocess-restart "
+        "--adlr-autoresume --adlr-autoresume-interval= --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters= "
+        "--inprocess-restart "
         "--inprocess-max-iterations= --inprocess-monitor-thread-interval= --inprocess-monitor-process-interval= "
         "--inprocess-progress-watchdog-interval= --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout= "
         "--inprocess-soft-timeout= --inprocess-hard-timeout= --inprocess-barrier-timeout= "
@@ -176,7 +208,8 @@ _ACCEPTED: dict[str, str] = {
     "gelu is its tanh form here": "--openai-gelu",
     "the tokenizer's files say all that is needed": (
         "--trust-remote-code --tokenizer-hf-use-fast --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy "
-        "--no-tokenizer-sentencepiece-legacy --tokenizer-hf-no-include-special-tokens --tokenizer-special-tokens=+ "
+        "--no-tokenizer-sentencepiece-legacy --tokenizer-hf-include-special-tokens "
+        "--tokenizer-hf-no-include-special-tokens --tokenizer-special-tokens=+ "
         "--no-trust-remote-code"
     ),
     "no token is taken for padding": "--allow-ambiguous-pad-tokens",
@@ -190,7 +223,9 @@ _ACCEPTED: dict[str, str] = {
 
 _REFUSED: dict[str, str] = {
     "FP8 and FP4 are not supported: train in --bf16": "--transformer-engine-precision",
-    "CUDA graphs are not supported: --compile fuses each block": "--enable-cuda-graph --external-cuda-graph",
+    "CUDA graphs are not supported: --compile fuses each block": (
+        "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph"
+    ),
     "muP is not supported: choose --lr and --init-method-std for the size at hand": "--use-mup",
     "the self test of Megatron's rerun machine has nothing to test here: leave it out": "",
     "fill-in-the-middle data is not supported: transform the text before preprocess_data.py": "",
@@ -219,11 +254,12 @@ _REFUSED: dict[str, str] = {
     ),
     "inference is not trained with: see tools/generate.py and tools/hf_export.py": (
         "--flash-decode --max-tokens-to-oom --output-bert-embeddings --bert-embedder-type --enable-chunked-prefill "
-        "--use-checkpoint-for-inference"
+        "--use-checkpoint-for-inference --use-legacy-static-engine --num-speculative-tokens --prefill-chunk-size "
+        "--decode-only-cuda-graphs"
     ),
     "reinforcement learning is not supported: export by tools/hf_export.py for it": "--perform-rl-step --refit-method",
     "instruction tuning and distillation are not supported: this pretrains": (
-        "--sft --padding-from-hf --load-teacher --logits-save-interval"
+        "--sft --padding-from-hf --load-teacher --finetune-data-split --finetune-hf-dataset"
     ),
     "state-space and hybrid models are not supported: this trains transformers": (
         "--is-hybrid-model --disable-mamba-mem-eff-path "
@@ -236,7 +272,7 @@ _REFUSED: dict[str, str] = {
     ),
     "a model is pre-norm, with gelu, swiglu or squared_relu: leave it out": (
         "--apply-residual-connection-post-layernorm --quick-gelu --glu-linear-offset --embed-layernorm "
-        "--activation-func-clamp-value --sandwich-norm --post-norm"
+        "--activation-func-clamp-value --sandwich-norm --post-norm --quick-geglu"
     ),
     "weights start as N(0, --init-method-std), the same on every rank and in every layout": (
         "--init-method-xavier-uniform --data-parallel-random-init --embedding-init-method-std"
@@ -261,6 +297,7 @@ _REFUSED: dict[str, str] = {
         "--test-weighted-split-paths-path"
     ),
     "use --qk-layernorm": "--qk-l2-norm",
+    "use --reset-attention-mask": "--dataloader-inter-document-masking",
     "use --iterations-to-skip": "--skip-train-iteration-range",
     "use --exit-signal-handler: a signal stops a run, saved": "--kill-switch-path",
     "relative positions are not supported: use --position-embedding-type rope": "",
@@ -288,7 +325,7 @@ _KINDS: dict[str, str] = {
     "--bert- --retro- --ict- --biencoder- --retriever- --encoder- --t5-": "encoder models",
     "--inference- --prompt-": "inference",
     "--rl- --grpo- --langrl- --ppo- --dpo-": "reinforcement",
-    "--sft- --kd- --teacher- --export- --lora- --peft-": "instruction",
+    "--sft- --kd- --teacher- --export- --lora- --peft- --logits-save- --logits-load-": "instruction",
     "--mamba- --hybrid- --ssm- --rwkv-": "state-space",
     "--mtp-": "multi-token",
     "--relative-attention- --alibi": "relative positions",

@@ -239,7 +239,6 @@ CONTRADICTIONS = [
         4,
         ["--recompute-granularity full", "--pipeline-schedule zbv", "selective"],
     ),
-    ("--log-progress", 1, ["--log-progress", "--save"]),
     (
         "--profile --profile-step-start 9 --profile-step-end 9",
         1,

@@ -88,7 +88,10 @@ def test_no_flag_means_two_things():
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
-        ("--num-experts 8 --moe-ffn-hidden-size 64", "mixture of experts"),
+        ("--num-experts 8 --moe-use-upcycling", "mixture of experts"),
+        ("--optimizer-cuda-graph", "CUDA graphs"),
+        ("--logits-load-dir x", "distillation"),
+        ("--dataloader-inter-document-masking", "--reset-attention-mask"),
         ("--expert-model-parallel-size 8", "the model is dense"),
         ("--multi-latent-attention", "multi-latent attention"),
         ("--spec megatron.core.models.gpt layer_spec", "layer spec"),
@@ -165,6 +168,10 @@ OLD = {
     "--distributed-backend nccl2 --megatron-fsdp-version 2 --use-contiguous-parameters-in-local-ddp": {},
     "--tokenizer-library null": {},
     "--iterations-to-skip [3,4]": {"training.iterations_to_skip": [3, 4]},
+    "--moe-ffn-hidden-size 64 --moe-router-topk-limited-devices 2 --moe-single-grouped-weight": {},
+    "--megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-main-params-dtype fp16": {},
+    "--yarn-beta-fast 32.0 --lion-beta1 0.9 --eval-micro-batch-size 4": {},
+    "--cp-comm-type a2a+p2p": {"parallel.cp_comm_type": ["a2a+p2p"]},
 }
 
 

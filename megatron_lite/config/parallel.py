@@ -19,7 +19,7 @@ class ParallelConfig:
         ("p2p",),
         "how context ranks exchange keys and values",
         nargs="+",
-        choices=("p2p", "all_gather", "a2a"),
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
     )
     sequence_parallel: bool = flag(False, "shard norms and dropout over the tensor ranks by sequence")
     pipeline_schedule: str | None = flag(
