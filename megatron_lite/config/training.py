@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_lite.config.declare import Numbers, Words, flag
+from megatron_lite.config.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer, learning rate and weight decay."""
 
-    optimizer: str = flag("adam", "update rule", choices=("adam", "sgd", "muon", "dist_muon"))
+    optimizer: str = flag("adam", "update rule", choices=(*OPTIMIZERS, "dist_muon"))
     lr: float | None = flag(None, "peak learning rate", minimum=0)
     min_lr: float = flag(0.0, "learning rate at the end")
     lr_decay_style: str = flag(

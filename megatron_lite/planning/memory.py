@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config.optimizers import OPTIMIZERS
 from megatron_lite.mesh_sizes import is_unsharded, mesh_sizes
 from megatron_lite.model.costs import ModelCosts, block_matrix_parameters, model_costs
 from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
@@ -99,15 +100,11 @@ def stage_local_parameters(config: Config, plan: StagePlan) -> float:
 
 
 def optimizer_bytes(config: Config, plan: StagePlan) -> float:
-    """Optimizer state of a stage on a rank: 8 bytes a parameter for Adam's two fp32 averages, 4 for a momentum.
-
-    Muon keeps a momentum for the blocks' matrices and Adam's averages for the rest.
-    """
-    name, count = config.optimizer.optimizer, stage_local_parameters(config, plan)
+    """Optimizer state of a stage on a rank, as the optimizer's row in config/optimizers.py says."""
     matrices = len(plan.layers) * block_matrix_parameters(config.model)
     matrices /= config.parallel.tensor_model_parallel_size
-    bytes_of_state = {"adam": 8 * count, "sgd": 4 * count, "muon": 8 * count - 4 * matrices}[name]
-    return bytes_of_state / shards(config)
+    row = OPTIMIZERS[config.optimizer.optimizer]
+    return row.bytes_of(stage_local_parameters(config, plan), matrices) / shards(config)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The optimizer over all of my model chunks: parameter groups, construction, state by global parameter name."""
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.training.muon import Muon, fresh_averages, fresh_momentum
+from megatron_lite.config.optimizers import OPTIMIZERS, SCALAR, OptimizerRow
 
 ParameterGroups = list[dict[str, Any]]
 STATE_PREFIX = "optimizer."
@@ -20,11 +21,12 @@ def parameter_groups(chunks: list[nn.Module], config: OptimizerConfig) -> Parame
     embedding and the head have a learning rate of their own. `orthogonal` marks the blocks' matrices.
     """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+    by_matrix = OPTIMIZERS[config.optimizer].matrix_state is not None
     for chunk in chunks:
         for name, parameter in chunk.named_global_parameters():
             decays = parameter.dim() > 1 and not name.endswith(".bias")
             decoupled = config.decoupled_lr is not None and name.startswith(("embedding.", "lm_head."))
-            orthogonal = config.optimizer == "muon" and name.startswith("layers.") and parameter.dim() == 2
+            orthogonal = by_matrix and name.startswith("layers.") and parameter.dim() == 2
             groups.setdefault((decays, decoupled, orthogonal), []).append(parameter)
     return [
         {"params": parameters, "decays": decays, "decoupled": decoupled, "orthogonal": orthogonal}
@@ -32,33 +34,21 @@ def parameter_groups(chunks: list[nn.Module], config: OptimizerConfig) -> Parame
     ]
 
 
-def build_adam(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019), fused: one kernel on CUDA and on the CPU alike."""
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-
-
-def build_sgd(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """SGD with momentum."""
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
-
-
-def build_muon(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Muon for the blocks' matrices, AdamW for embedding, head, norms and biases."""
-    betas = (config.adam_beta1, config.adam_beta2)
-    return Muon(groups, lr=config.lr, betas=betas, eps=config.adam_eps)
-
-
-OPTIMIZERS: dict[str, Callable[[ParameterGroups, OptimizerConfig], torch.optim.Optimizer]] = {
-    "adam": build_adam,
-    "sgd": build_sgd,
-    "muon": build_muon,
-}
-
-
 def build_optimizer(chunks: list[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that --optimizer names. Learning rate and weight decay are set before every step."""
-    return OPTIMIZERS[config.optimizer](parameter_groups(chunks, config), config)
+    row = OPTIMIZERS[config.optimizer]
+    module, name = row.factory.split(":")
+    arguments = {key: _argument(config, value) for key, value in row.arguments.items()}
+    factory = getattr(importlib.import_module(module), name)
+    optimizer = factory(parameter_groups(chunks, config), lr=config.lr, **arguments)
+    optimizer.row = row
+    return optimizer
+
+
+def _argument(config: OptimizerConfig, value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(_argument(config, part) for part in value)
+    return getattr(config, value) if isinstance(value, str) and hasattr(config, value) else value
 
 
 def set_schedule(
@@ -87,18 +77,18 @@ def named_state(
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """The state of one parameter, with the zeros that the optimizer would start from."""
+    """The state of one parameter, with the values that the optimizer would start from."""
     state = optimizer.state[parameter]
     if state:
         return state
-    orthogonal = any(
+    row: OptimizerRow = optimizer.row
+    orthogonal = row.matrix_state is not None and any(
         parameter is member
         for group in optimizer.param_groups
         if group["orthogonal"]
         for member in group["params"]
     )
-    if isinstance(optimizer, torch.optim.SGD) or orthogonal:
-        state.update(fresh_momentum(parameter))
-    else:
-        state.update(fresh_averages(parameter))
+    for name, kind in (row.matrix_state if orthogonal else row.state).items():
+        value = torch.zeros((), device=parameter.device) if kind == SCALAR else torch.zeros_like(parameter)
+        state[name] = value.fill_(row.initial[name]) if name in row.initial else value
     return state
