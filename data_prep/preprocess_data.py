@@ -240,7 +240,10 @@ def tokenize(
         progress.close()
     if arguments.num_shards == 1 and tally.documents == tally.empty:
         what = f"{tally.documents:,} documents, all without text" if tally.documents else "no document"
-        skipped = f" ({sum(tally.skipped.values()):,} bad ones were left out)" if tally.skipped else ""
+        skipped = ""
+        if tally.skipped:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in tally.skipped.items())
+            skipped = f" ({sum(tally.skipped.values()):,} bad ones were left out: {kinds}; first {tally.examples[0]})"
         raise ConfigError(f"{_input_words(arguments)} holds {what}{skipped}, wanted text to tokenize")
     journal.commit(asdict(tally), complete=True)
 

@@ -74,7 +74,7 @@ def check_config(config: Config) -> list[str]:
         raise ConfigError(
             "; ".join(missing[:3]) + (f"; and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
-    return [f"not on this machine: {text}" for text in missing] + _idle_flags(config)
+    return [f"not on this machine: {text}" for text in missing] + _left_over(config) + _idle_flags(config)
 
 
 def _check_model(config: Config) -> None:
@@ -273,6 +273,16 @@ def _pass_size(config: Config, microbatches: int) -> int:
     """Microbatches of one pipeline pass: equal passes of at most --max-microbatches-per-step, as the engine cuts."""
     limit = config.parallel.max_microbatches_per_step or microbatches
     return max(size for size in range(1, min(limit, microbatches) + 1) if microbatches % size == 0)
+
+
+def _left_over(config: Config) -> list[str]:
+    samples, reached = config.training.train_samples, BatchSchedule.from_config(config).total_samples
+    if samples is None or samples == reached:
+        return []
+    return [
+        f"--train-samples {samples:,}: the run ends at {reached:,}, the {samples - reached:,} left over do not fill a "
+        "step of the batch size there"
+    ]
 
 
 def _idle_flags(config: Config) -> list[str]:

@@ -45,11 +45,16 @@ def check_learning_rate(config: Config) -> None:
                 f"--lr-warmup-fraction and --lr-warmup-{name} cannot be given together: both say how long"
             )
     schedule = Schedule.from_config(config)
-    for high, low in (("lr", "min_lr"), ("decoupled_lr", "decoupled_min_lr")):
-        peak, floor = getattr(schedule, high), getattr(schedule, low)
+    for prefix in ("", "decoupled_"):
+        peak, floor = getattr(schedule, f"{prefix}lr"), getattr(schedule, f"{prefix}min_lr")
         if floor > peak and not config.training.skip_train:
+            # Without a flag of their own embedding and head have the others' value.
+            high, low = (
+                f"{prefix}{name}" if getattr(optimizer, f"{prefix}{name}") is not None else name
+                for name in ("lr", "min_lr")
+            )
             flags = f"--{low.replace('_', '-')} {floor:g}", f"--{high.replace('_', '-')} {peak:g}"
-            raise ConfigError(f"{flags[0]} is more than {flags[1]}")
+            raise ConfigError(f"{flags[0]} is more than {flags[1]}, wanted at most that")
     if schedule.warmup_init > schedule.lr:
         raise ConfigError(f"--lr-warmup-init {schedule.warmup_init:g} is more than --lr {schedule.lr:g}")
     if config.training.train_iters == 0 or config.training.train_samples == 0:

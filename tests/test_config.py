@@ -348,3 +348,16 @@ def test_prefixes(words, prefixes):
 def test_flags_that_do_nothing_are_said(flags, note):
     assert any(text.startswith(note) for text in config_of(flags).notes)
     assert not any(text.startswith(note) for text in config_of().notes)
+
+
+def test_a_refusal_names_the_flag_that_was_given():
+    """Without flags of their own embedding and head have --lr and --min-lr."""
+    base = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+        --train-iters 10 --mock-data --vocab-size 60 --lr 1e-3"""
+    for words, says in (
+        ("--min-lr 1e-4 --decoupled-lr 1e-5", "--min-lr 0.0001 is more than --decoupled-lr 1e-05"),
+        ("--decoupled-min-lr 1e-2", "--decoupled-min-lr 0.01 is more than --lr 0.001"),
+        ("--min-lr 1e-2", "--min-lr 0.01 is more than --lr 0.001"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            parse_arguments([*base.split(), *words.split()], Environment())

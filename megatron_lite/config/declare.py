@@ -53,7 +53,37 @@ def check_stored(name: str, value: Any, item: Field, annotation: Any) -> None:
     )
     choices = item.metadata.get("choices")
     if not fits or (choices is not None and any(v is not None and v not in choices for v in values)):
-        raise ConfigError(f"{name} is {str(value)[:80]!r}, which it cannot be")
+        raise ConfigError(f"{name} is {str(value)[:80]!r}, wanted {wanted_of(item, annotation)}")
+
+
+def wanted_of(item: Field, annotation: Any) -> str:
+    """In words, what a flag takes: its choices, or its kind and limits."""
+    limits = item.metadata
+    if "choices" in limits:
+        return " or ".join(map(str, limits["choices"]))
+    bounds = [
+        f"{word} {limits[name]}"
+        for name, word in (("above", "above"), ("minimum", "at least"), ("maximum", "at most"))
+        if limits.get(name) is not None
+    ]
+    kind, null, _ = kind_in_words(annotation).partition(" or null")
+    return " ".join([kind, *bounds]) + null
+
+
+def kind_in_words(annotation: Any) -> str:
+    """'a whole number', 'a list of text or nothing': an annotation for people."""
+    if isinstance(annotation, types.UnionType):
+        return " or ".join(map(kind_in_words, get_args(annotation)))
+    if get_origin(annotation) in (tuple, list):
+        return f"a list of {kind_in_words(get_args(annotation)[0])}"
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }
+    return words.get(get_origin(annotation) or annotation, "an object")
 
 
 def is_of_kind(value: Any, annotation: Any) -> bool:

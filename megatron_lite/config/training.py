@@ -42,8 +42,8 @@ class TrainingConfig:
     )
     no_check_for_nan_in_loss_and_grad: bool = flag(False, "do not stop on a NaN")
     max_consecutive_nonfinite: int = flag(10, "ours: stop after so many skipped steps in a row", minimum=1)
-    check_for_spiky_loss: bool = flag(False, "report losses far above the running mean")
-    check_for_large_grads: bool = flag(False, "report gradient norms far above the running mean")
+    check_for_spiky_loss: bool = flag(False, "report losses above ten times the largest before")
+    check_for_large_grads: bool = flag(False, "report gradient norms above ten times the largest before")
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, "steps between comparisons of replicated weights", minimum=1
     )

@@ -224,11 +224,15 @@ class _Assembly:
     def _cache(self, prefix: str) -> IndexCache:
         data = self.config.data
         folder = data.data_cache_path
+        if folder is not None:
+            _make_cache_folder(folder)
         if folder is None and not data.mock_data:
             folder = Path(prefix).parent / "index_cache"
         return IndexCache(folder, trusted=data.dataloader_fast_cache_load)
 
     def _tell(self, split: str, name: str, parts: list[GPTDataset], shares: list[float]) -> None:
+        for note in {part.entry.note for part in parts} - {None}:
+            self.say(f"data: {split}: {note}")
         for part, share in zip(parts, shares):
             about = part.entry.about
             epochs = "1 epoch" if about["epochs"] == 1 else f"{about['epochs']:,} epochs"
@@ -237,6 +241,15 @@ class _Assembly:
                 f"data: {label}: {part.source.path_prefix}: {about['documents']:,} documents, "
                 f"{about['tokens']:,} tokens, {epochs}, {about['samples']:,} samples, share {share:.2%}"
             )
+
+
+def _make_cache_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--data-cache-path {path} cannot be made: {error.strerror}, wanted a folder"
+        ) from None
 
 
 class _EmptyPartError(ConfigError):

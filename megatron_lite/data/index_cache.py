@@ -29,10 +29,18 @@ Arrays = dict[str, np.ndarray]
 class IndexEntry:
     """The arrays of one dataset, and a few plain facts about them (`about`). Mapped on first use when from a file."""
 
-    def __init__(self, about: Mapping[str, Any], arrays: Arrays | None = None, path: Path | None = None):
+    def __init__(
+        self,
+        about: Mapping[str, Any],
+        arrays: Arrays | None = None,
+        path: Path | None = None,
+        note: str | None = None,
+    ):
+        """note: a line for the user about where the arrays could not be stored."""
         assert (arrays is None) != (path is None)
         self.about = dict(about)
         self.path = path
+        self.note = note
         self._built = arrays
 
     @cached_property
@@ -75,11 +83,21 @@ class IndexCache:
                 return IndexEntry(header["about"], path=folder / name)
         about, arrays = build()
         about["content"] = content_hash() if content is None else content
-        if store:
-            for folder in (lambda: self.folder, lambda: _machine_folder(create=True)):
-                if (place := folder()) is not None and _store(place / name, about, arrays):
-                    return IndexEntry(about, path=place / name)
-        return IndexEntry(about, arrays)
+        if not store:
+            return IndexEntry(about, arrays)
+        problems = []
+        for folder in (lambda: self.folder, lambda: _machine_folder(create=True)):
+            if (place := folder()) is None:
+                continue
+            problem = _store(place / name, about, arrays)
+            if problem is None:
+                note = f"{problems[0]}; it lies in {place} of this machine" if problems else None
+                return IndexEntry(about, path=place / name, note=note)
+            problems.append(f"the index cannot be stored in {place} ({problem})")
+        size = sum(array.nbytes for array in arrays.values())
+        why = "; ".join(problems) or "there is no folder to store the index in"
+        note = f"{why}: every process holds its own, {size / 2**20:,.1f} MiB; --data-cache-path names a place"
+        return IndexEntry(about, arrays, note=note)
 
 
 def entry_name(description: Mapping[str, Any]) -> str:
@@ -101,8 +119,8 @@ def _machine_folder(create: bool = False) -> Path | None:
     return folder if private else None
 
 
-def _store(path: Path, about: dict[str, Any], arrays: Arrays) -> bool:
-    """Write an entry; False when the folder cannot be written to (read-only, full, no permission)."""
+def _store(path: Path, about: dict[str, Any], arrays: Arrays) -> str | None:
+    """Write an entry; why the folder cannot be written to (read-only, full, no permission), or None."""
     temporary = path.with_name(f"{path.name}.tmp-{os.uname().nodename}-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,10 +132,10 @@ def _store(path: Path, about: dict[str, Any], arrays: Arrays) -> bool:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-        return True
-    except OSError:
+        return None
+    except OSError as error:
         temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
-        return False
+        return error.strerror or str(error)
 
 
 def _header(about: dict[str, Any], arrays: Arrays) -> bytes:

@@ -1,6 +1,9 @@
 """The vocabulary's true and padded size. Imports no torch."""
 
+import json
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, ModelConfig
 
@@ -13,6 +16,9 @@ def known_vocabulary(config: Config) -> int | None:
     kind, size = config.data.tokenizer_type, config.model.vocab_size
     if size is not None:
         return size + 1 if kind == "NullTokenizer" else size  # its end of document
+    if kind == "GPT2BPETokenizer" and config.data.vocab_file and Path(config.data.vocab_file).is_file():
+        with suppress(OSError, ValueError):  # what is wrong with it is said where the tokenizer is built
+            return len(json.loads(Path(config.data.vocab_file).read_text(encoding="utf-8")))
     return config.model.padded_vocab_size or KNOWN_VOCABULARIES.get(kind)
 
 

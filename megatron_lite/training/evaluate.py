@@ -77,6 +77,7 @@ class Evaluator:
         self._num_batches = config.evaluation.eval_iters
         self._batch_size = config.evaluation.eval_global_batch_size or config.training.global_batch_size
         self._loaders: dict[str, Loader] = {}
+        self.iteration: int | None = None  # of the last validation in this process
 
     @property
     def has_data(self) -> bool:

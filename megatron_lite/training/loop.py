@@ -26,7 +26,7 @@ from megatron_lite.training.gradients import (
 )
 from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.lr_schedule import Schedule
-from megatron_lite.training.metrics import Metrics, StepResult, memory_record, peak_memory
+from megatron_lite.training.metrics import DECOUPLED, Metrics, StepResult, memory_record, peak_memory
 from megatron_lite.training.optimizer import set_schedule
 from megatron_lite.training.resume import checkpoint_tensors
 from megatron_lite.training.signals import StopWatch
@@ -117,6 +117,8 @@ class Trainer:
         self.loss_scale.update(finite)
         self.state.loss_scale = self.loss_scale.to_dict()
         self._advance(batch_size, trained=finite)
+        if self.config.optimizer.decoupled_lr is not None:
+            extras[DECOUPLED] = self.schedule.learning_rate(state.schedule_samples, decoupled=True)
         if overflow and not finite:
             self.metrics.note(
                 f"iteration {state.iteration} skipped: the gradients overflowed at loss scale {scale:g}, "
@@ -246,6 +248,7 @@ class Trainer:
         if not due or self.stop.reason is not None:
             return None
         losses = self.validation.losses(self.state.iteration // interval - 1)
+        self.validation.iteration = self.state.iteration
         if losses is None:
             return self.stop.asked() or "asked to stop during validation"
         self.metrics.evaluation(losses, "validation", self.state, total_only=len(losses) == 1)
@@ -310,8 +313,11 @@ class Trainer:
 def evaluate_at_end(
     config: Config, evaluator: Evaluator, kind: str, metrics: Metrics, state: TrainState
 ) -> None:
-    """One more evaluation (kind: validation or test) when all steps are done; reads the batches that come next."""
-    if not evaluator.has_data:
+    """Evaluate (kind: validation or test) when all steps are done, unless the last step was just evaluated.
+
+    Reads the batches that come next.
+    """
+    if not evaluator.has_data or evaluator.iteration == state.iteration:
         return
     interval = config.evaluation.eval_interval
     losses = evaluator.losses(state.iteration // interval if interval and kind == "validation" else 0)

@@ -17,6 +17,8 @@ from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import Tracker
 
+DECOUPLED = "decoupled-learning-rate"  # of embedding and head, with --decoupled-lr
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -172,6 +174,7 @@ class Metrics:
             f"tokens/s: {record['tokens-per-second']:,.0f}",
             f"ETA: {_duration(record['eta-seconds'])}",
             f"learning rate: {record['learning-rate']:.6E}",
+            *([f"decoupled learning rate: {record[DECOUPLED]:.6E}"] if DECOUPLED in record else []),
             f"global batch size: {record['batch-size']:5d}",
             f"lm loss: {record['lm loss']:.6E}",
             f"loss scale: {record['loss-scale']:.1f}",

@@ -1,11 +1,12 @@
 """What a run will be, as text: `pretrain_gpt.py --check --world-size N FLAGS`. Imports no torch."""
 
 from bisect import bisect_left
+from pathlib import Path
 
 from megatron_lite.config import Config
 from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import ModelCosts, model_costs
-from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
+from megatron_lite.model.vocabulary import KNOWN_VOCABULARIES, known_vocabulary, with_vocabulary
 from megatron_lite.parallel.partition import (
     StagePlan,
     describe,
@@ -75,13 +76,22 @@ def start_banner(config: Config, plans: list[StagePlan]) -> str:
 def _with_known_vocabulary(config: Config) -> tuple[Config, str]:
     """The config with a padded vocabulary, as far as the flags alone tell it, and a line about it."""
     size = known_vocabulary(config)
-    assumed = config.model.vocab_size is None and config.model.padded_vocab_size is None
+    assumed = (
+        config.model.vocab_size is None
+        and config.model.padded_vocab_size is None
+        and size == KNOWN_VOCABULARIES.get(config.data.tokenizer_type)
+    )
     if size is None:
         # Rows that are not there: the tokenizer's files, which a check does not open, decide about them.
         config = with_vocabulary(config, 0)
         return config, "set by the tokenizer, not known here (--vocab-size N): counted as 0 below"
     config = with_vocabulary(config, size)
-    origin = f" ({config.data.tokenizer_type}'s own)" if assumed else ""
+    origin = ""
+    if assumed:
+        file = config.data.vocab_file if config.data.tokenizer_type == "GPT2BPETokenizer" else None
+        here = file is None or Path(file).is_file()
+        absent = "" if here else f": assumed, --vocab-file {file} is not here"
+        origin = f" ({config.data.tokenizer_type}'s own{absent})"
     return config, f"{size:,} tokens{origin}, padded to {config.model.padded_vocab_size:,}"
 
 
@@ -184,8 +194,6 @@ def _length(config: Config, batches: BatchSchedule) -> str:
         + (" of the last size" if len(batches.steps) > 1 else "")
         + ")",
     ]
-    if training.train_samples is not None and training.train_samples != samples:
-        lines.append(f"  left over    {training.train_samples - samples:,} samples do not fill a last step")
     evaluation = config.evaluation
     if evaluation.eval_interval and (evaluation.eval_iters or evaluation.full_validation):
         each = "the whole set" if evaluation.full_validation else f"{evaluation.eval_iters} batches"
@@ -220,6 +228,10 @@ def learning_rate_curve(schedule: Schedule, batches: BatchSchedule) -> str:
         lines.append(f"  {label:>10} |{row}".rstrip())
     lines.append(f"  {'':>10} +{'-' * width}")
     lines.append(f"  {'step':>10}  1{iterations:>{max(1, width - 1)},}")
+    if (schedule.decoupled_lr, schedule.decoupled_min_lr) != (schedule.lr, schedule.min_lr):
+        lines.append(
+            f"  embedding and head: at most {schedule.decoupled_lr:.6e}, at least {schedule.decoupled_min_lr:.6e}"
+        )
     marks = {0, 1, iterations // 100, iterations // 10, iterations // 2, iterations - 1}
     marks = sorted(mark for mark in marks if mark < iterations)
     lines += [f"  step {mark + 1:>12,}  lr {rate(mark):.6e}" for mark in marks]

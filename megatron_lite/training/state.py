@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 import torch
 
 from megatron_lite.config import ConfigError
-from megatron_lite.config.declare import is_of_kind
+from megatron_lite.config.declare import is_of_kind, kind_in_words
 
 
 @dataclass
@@ -46,7 +46,8 @@ class TrainState:
         for key, value in values.items():
             counts = isinstance(value, (int, float))
             if not is_of_kind(value, known[key]) or (counts and not value >= 0):
-                raise ConfigError(f"the checkpoint's {key} is {str(value)[:80]!r}, which it cannot be")
+                wanted = kind_in_words(known[key]) + (" of at least 0" if counts else "")
+                raise ConfigError(f"the checkpoint's {key} is {str(value)[:80]!r}, wanted {wanted}")
         return cls(**values)
 
 

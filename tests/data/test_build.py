@@ -507,10 +507,14 @@ def machine_folder(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_tolerated(corpus, tmp_path, machine_folder):
     """/proc refuses new files even to root. The arrays go to a private folder of the machine."""
-    config = config_of("/proc/index", data_path=[corpus], split="1,0,0")
+    config = config_of("/proc", data_path=[corpus], split="1,0,0")
     wanted = tokens_of(build(config_of(tmp_path / "c", data_path=[corpus], split="1,0,0")).train)
-    first = build(config)
+    said = []
+    first = build(config, say=said.append)
     assert tokens_of(first.train) == wanted
+    assert any(
+        "the index cannot be stored in /proc (" in line and str(machine_folder) in line for line in said
+    )
     assert len(entries(machine_folder)) == 1
     assert stat.S_IMODE(machine_folder.stat().st_mode) == 0o700
     reader = build(config, builder=Builder(is_builder=False))
@@ -520,12 +524,22 @@ def test_a_folder_that_cannot_be_written_is_tolerated(corpus, tmp_path, machine_
 
 def test_nowhere_to_write_is_tolerated_too(corpus, tmp_path, machine_folder):
     machine_folder.symlink_to(tmp_path)  # a folder somebody else prepared is not used
-    config = config_of("/proc/index", data_path=[corpus], split="1,0,0")
-    dataset = build(config).train
+    config, said = config_of("/proc", data_path=[corpus], split="1,0,0"), []
+    dataset = build(config, say=said.append).train
     assert dataset.entry.path is None
+    assert any(
+        "the index cannot be stored" in line and "every process holds its own" in line for line in said
+    )
     assert tokens_of(dataset) == tokens_of(
         build(config_of(tmp_path / "c", data_path=[corpus], split="1,0,0")).train
     )
+
+
+def test_a_cache_path_that_cannot_be_made_is_refused(corpus):
+    with pytest.raises(
+        ConfigError, match="--data-cache-path /proc/index cannot be made: .*, wanted a folder"
+    ):
+        build(config_of("/proc/index", data_path=[corpus], split="1,0,0"))
 
 
 def test_an_entry_in_a_read_only_folder_is_used(corpus, tmp_path, machine_folder):

@@ -76,7 +76,10 @@ def test_samples_that_do_not_fill_a_step_are_named():
         "warmup-iters 10", "warmup-samples 320"
     )
     text = describe_run(parse_arguments([*base.split(), "--vocab-size", "127"], Environment()))
-    assert "100 steps, 3,200 samples" in text and "5 samples do not fill a last step" in text
+    assert (
+        "100 steps, 3,200 samples" in text
+        and "the run ends at 3,200, the 5 left over do not fill a step" in text
+    )
 
 
 def test_layout():
@@ -131,3 +134,18 @@ def test_the_program_prints_it_and_imports_no_torch():
     )
     assert done.stdout.splitlines()[-1] == "code 0 False", done.stderr
     assert done.stdout.startswith("Model\n")
+
+
+def test_a_vocabulary_file_that_is_not_there_is_said_and_one_that_is_is_counted(tmp_path):
+    tokenizer = "--tokenizer-type GPT2BPETokenizer --merge-file m"
+    text = report(f"{tokenizer} --vocab-file absent.json")
+    assert "50,257 tokens (GPT2BPETokenizer's own: assumed, --vocab-file absent.json is not here)" in text
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
+    assert "2 tokens, padded to" in report(f"{tokenizer} --vocab-file {tmp_path}/vocab.json")
+
+
+def test_another_learning_rate_of_embedding_and_head_is_shown():
+    assert "embedding and head: at most 1.000000e-05, at least 1.000000e-06" in report(
+        "--vocab-size 127 --decoupled-lr 1e-5 --decoupled-min-lr 1e-6"
+    )
+    assert "embedding and head" not in report("--vocab-size 127")
