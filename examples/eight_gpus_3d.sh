@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Eight GPUs in three dimensions: 2 tensor x 2 pipeline x 2 FSDP.
+# Eight GPUs in three dimensions: 2 tensor x 2 pipeline x 2 FSDP. Planned for H100 80GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 DATA="${DATA:?set DATA to the prefix of your .bin/.idx files}"
 TOKENIZER="${TOKENIZER:?set TOKENIZER to a SentencePiece .model file}"
 SAVE="${SAVE:-runs/eight_gpus_3d}"
+source examples/torchrun.sh
 
 MODEL_ARGS=(
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -28,5 +29,5 @@ LOGGING_ARGS=(
     --log-interval 10 --log-throughput --exit-signal-handler
 )
 
-exec torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
+exec torchrun --nproc-per-node 8 "${TORCHRUN_ARGS[@]}" pretrain_gpt.py "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

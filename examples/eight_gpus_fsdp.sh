@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Eight GPUs in one node, FSDP alone: a 1.3B-parameter model.
+# Eight GPUs in one node, FSDP alone: a 1.3B-parameter model. Planned for A100 80GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 DATA="${DATA:?set DATA to the prefix of your .bin/.idx files}"
 TOKENIZER="${TOKENIZER:?set TOKENIZER to a SentencePiece .model file}"
 SAVE="${SAVE:-runs/eight_gpus_fsdp}"
+source examples/torchrun.sh
 
 MODEL_ARGS=(
     --num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --max-position-embeddings 4096
@@ -23,5 +24,5 @@ LOGGING_ARGS=(
     --log-interval 10 --log-throughput --exit-signal-handler
 )
 
-exec torchrun --nproc-per-node 8 pretrain_gpt.py \
+exec torchrun --nproc-per-node 8 "${TORCHRUN_ARGS[@]}" pretrain_gpt.py \
     "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Eight GPUs: 4 pipeline ranks x 2 chunks (interleaved 1F1B), FSDP over 2. The layout for several nodes, at the size
-# of one: check it first with  torchrun --nproc-per-node 8 tools/verify_parity.py  and these flags.
+# of one: check it first with  torchrun --nproc-per-node 8 tools/verify_parity.py  and these flags. Planned for
+# H100 80GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 DATA="${DATA:?set DATA to the prefix of your .bin/.idx files}"
 TOKENIZER="${TOKENIZER:?set TOKENIZER to a SentencePiece .model file}"
 SAVE="${SAVE:-runs/eight_gpus_pipeline}"
+source examples/torchrun.sh
 
 MODEL_ARGS=(
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --max-position-embeddings 4096
@@ -28,5 +30,5 @@ LOGGING_ARGS=(
     --log-interval 10 --log-throughput --exit-signal-handler
 )
 
-exec torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
+exec torchrun --nproc-per-node 8 "${TORCHRUN_ARGS[@]}" pretrain_gpt.py "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

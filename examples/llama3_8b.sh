@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Llama 3 8B with Megatron-LM's flags, as its public scripts give them: only the program's path is another.
+# Planned for H100 80GB. On several nodes: NUM_NODES=2, and MASTER_ADDR the same on each.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -7,7 +8,9 @@ DATA="${DATA:?set DATA to the prefix of your .bin/.idx files}"
 TOKENIZER="${TOKENIZER:?set TOKENIZER to the Hugging Face folder of the tokenizer}"
 SAVE="${SAVE:-runs/llama3_8b}"
 
-DISTRIBUTED_ARGS=(--nproc-per-node "${GPUS_PER_NODE:-8}" --nnodes "${NUM_NODES:-1}")
+NUM_NODES="${NUM_NODES:-1}"
+source examples/torchrun.sh
+DISTRIBUTED_ARGS=(--nproc-per-node "${GPUS_PER_NODE:-8}" "${TORCHRUN_ARGS[@]}")
 MODEL_ARGS=(
     --use-mcore-models
     --num-layers 32

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# One GPU: a 125M-parameter model in bf16 with torch.compile.
+# One GPU: a 125M-parameter model in bf16 with torch.compile. Planned for A100 80GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 DATA="${DATA:?set DATA to the prefix of your .bin/.idx files}"
 TOKENIZER="${TOKENIZER:?set TOKENIZER to a SentencePiece .model file}"
 SAVE="${SAVE:-runs/one_gpu}"
+source examples/torchrun.sh
 
 MODEL_ARGS=(
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 2048
@@ -23,5 +24,5 @@ LOGGING_ARGS=(
     --log-interval 10 --log-throughput --exit-signal-handler
 )
 
-exec torchrun --nproc-per-node 1 pretrain_gpt.py \
+exec torchrun --nproc-per-node 1 "${TORCHRUN_ARGS[@]}" pretrain_gpt.py \
     "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

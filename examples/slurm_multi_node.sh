@@ -5,20 +5,21 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@300
+#SBATCH --signal=B:TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Several nodes under Slurm: the pipeline crosses nodes, FSDP stays inside them. Five minutes before the time limit
-# Slurm sends SIGTERM: the run saves and stops, and a requeued job goes on from there. A rank that dies restarts the
-# run up to three times from the newest checkpoint.
+# Several nodes under Slurm: tensor parallelism inside a node, the pipeline across four, FSDP across more (a multiple
+# of 4). Planned for H100 80GB. Five minutes before the time limit Slurm sends SIGTERM to this script, which passes it
+# on: the run saves and stops, and the job goes back into the queue, to go on from there. A rank that dies restarts
+# the run up to three times from the newest checkpoint.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
 
 DATA="${DATA:?set DATA to the prefix of your .bin/.idx files}"
 TOKENIZER="${TOKENIZER:?set TOKENIZER to a SentencePiece .model file}"
 SAVE="${SAVE:-runs/slurm}"
-NODES="${SLURM_JOB_NUM_NODES:-1}"
-HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+NUM_NODES="${SLURM_JOB_NUM_NODES:-1}"
+source examples/torchrun.sh
 
 MODEL_ARGS=(
     --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
@@ -27,7 +28,8 @@ MODEL_ARGS=(
     --untie-embeddings-and-output-weights --hidden-dropout 0.0 --attention-dropout 0.0
 )
 PARALLEL_ARGS=(
-    --pipeline-model-parallel-size "$NODES" --num-virtual-stages-per-pipeline-rank 2
+    --tensor-model-parallel-size 8 --sequence-parallel
+    --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     --distributed-timeout-minutes 15
 )
@@ -42,6 +44,24 @@ LOGGING_ARGS=(
     --log-interval 10 --log-throughput --exit-signal-handler
 )
 
-srun torchrun --nnodes "$NODES" --nproc-per-node 8 --max-restarts 3 \
-    --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id "$SLURM_JOB_ID" pretrain_gpt.py \
-    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"
+STOPPED=false
+stop() {
+    STOPPED=true
+    trap '' TERM USR1
+    scancel --signal=TERM "$SLURM_JOB_ID" || true # to the steps, which are torchrun's, not to this script
+}
+trap stop TERM USR1
+
+srun torchrun --nproc-per-node 8 "${TORCHRUN_ARGS[@]}" --max-restarts 3 pretrain_gpt.py \
+    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@" &
+STEP=$!
+CODE=0
+wait "$STEP" || CODE=$?
+if $STOPPED; then # the signal ended the first wait
+    CODE=0
+    wait "$STEP" || CODE=$?
+    # A job that is being cancelled is not RUNNING any more, and is not wanted back.
+    STATE="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2>/dev/null || echo RUNNING)"
+    [[ "$STATE" != RUNNING ]] || scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$CODE"

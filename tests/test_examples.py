@@ -1,11 +1,21 @@
-"""Every launch script of examples/ passes --check, with the number of processes that it would start."""
+"""Every launch script of examples/ starts, fits the GPU it names at its last batch size, and stops as it says."""
 
+import json
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+
+from megatron_lite.arguments import parse_arguments
+from megatron_lite.environment import Environment
+from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.planning.devices import DEVICES, Cluster
+from megatron_lite.planning.memory import rank_memory
+from megatron_lite.training.run_report import describe_run
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
@@ -19,57 +29,79 @@ EXPECTED = {
     "eight_gpus_fsdp": (8, 1.214, "pipeline 1 x data 8 (replicas 1 x shards 8) x context 1 x tensor 1"),
     "eight_gpus_pipeline": (8, 6.477, "pipeline 4 x data 2 (replicas 1 x shards 2) x context 1 x tensor 1"),
     "eight_gpus_3d": (8, 6.98, "pipeline 2 x data 2 (replicas 1 x shards 2) x context 1 x tensor 2"),
-    "slurm_multi_node": (32, 68.45, "pipeline 4 x data 8 (replicas 1 x shards 8) x context 1 x tensor 1"),
+    "slurm_multi_node": (32, 68.45, "pipeline 4 x data 1 (replicas 1 x shards 1) x context 1 x tensor 8"),
     "llama3_8b": (8, 6.98, "pipeline 1 x data 4 (replicas 1 x shards 4) x context 2 x tensor 1"),
     "gpt3_175b": (128, 174.6, "pipeline 16 x data 1 (replicas 1 x shards 1) x context 1 x tensor 8"),
 }
-# torchrun: its own options end at the program; their product is the number of processes.
-TORCHRUN = """#!/usr/bin/env bash
-nodes=1
-while [[ "$1" != *.py ]]; do
-    case "$1" in
-        --nproc-per-node) ranks="$2" ;;
-        --nnodes) nodes="$2" ;;
-        --max-restarts | --rdzv-*) ;;
-        *) echo "torchrun has no option $1" >&2; exit 9 ;;
-    esac
-    shift 2
-done
-exec python "$@" --check --world-size $((ranks * nodes))
+LAUNCHED = sorted(set(EXPECTED) - {"laptop"})  # the laptop's starts python itself
+VOCABULARY = 128_256  # rows of Llama 3's tokenizer, where one has to be opened to know
+# torchrun's own options end at the program; it wants to know where nodes meet, and how long a save may take.
+TORCHRUN = """#!/usr/bin/env python3
+import json, sys
+words = sys.argv[1:]
+end = words.index("pretrain_gpt.py")
+own = dict(zip(words[:end:2], words[1:end:2], strict=True))
+nodes, ranks = int(own.pop("--nnodes", 1)), int(own.pop("--nproc-per-node"))
+stops = int(own.pop("--shutdown-timeout", 30))
+assert int(own.pop("--max-restarts", 0)) >= 0
+place = {name: value for name, value in own.items() if value}
+if nodes > 1:
+    dynamic = {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+    assert set(place) in (dynamic, {"--node-rank", "--master-addr", "--master-port"}), f"{nodes} nodes meet nowhere"
+else:
+    assert not place, place
+if "--exit-signal-handler" in words:
+    assert stops > 60, f"killed {stops} s after SIGTERM"
+print(json.dumps({"world": nodes * ranks, "flags": words[end + 1 :], "place": place}))
 """
 COMMANDS = {
     "torchrun": TORCHRUN,
     "srun": '#!/usr/bin/env bash\nexec "$@"\n',
-    "scontrol": "#!/bin/sh\necho node0\n",
+    "scontrol": "#!/bin/sh\nprintf 'node0\\nnode1\\n'\n",
 }
 SLURM = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[0-3]", "SLURM_JOB_ID": "7"}
 PLACES = ("DATA", "TOKENIZER", "VOCAB_FILE", "MERGE_FILE")
+OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NUM_NODES", *PLACES)
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    """A folder that stands first on PATH: what launches processes only says how many."""
-    folder = tmp_path_factory.mktemp("commands")
-    for name, text in COMMANDS.items():
+def write_commands(folder, commands):
+    for name, text in commands.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return folder
 
 
-def start(script, commands, tmp_path, *words, places=PLACES):
-    variables = {name: str(tmp_path / name.lower()) for name in places} | {"SAVE": str(tmp_path / "save")}
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *PLACES)
-    }
-    environment |= {**SLURM, "PATH": f"{commands}:{os.environ['PATH']}", **variables}
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """A folder that stands first on PATH: what launches processes only says how."""
+    return write_commands(tmp_path_factory.mktemp("commands"), COMMANDS)
+
+
+def environment(commands, folder, places=PLACES, **variables):
+    kept = {name: value for name, value in os.environ.items() if name not in OTHERS}
+    given = {name: str(folder / name.lower()) for name in places} | {"SAVE": str(folder / "save")}
+    path = f"{commands}:{os.environ['PATH']}"
+    return {**kept, **given, **SLURM, "PATH": path, "SLURM_SUBMIT_DIR": str(ROOT), **variables}
+
+
+def start(name, commands, folder, *words, **options):
     return subprocess.run(
-        ["bash", str(script), *words],
-        cwd=tmp_path,
-        env={**environment, "SLURM_SUBMIT_DIR": str(ROOT)},
+        ["bash", str(ROOT / "examples" / f"{name}.sh"), *words],
+        cwd=folder,
+        env=environment(commands, folder, **options),
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def launched(name, commands, folder, *words, **options):
+    """(config, what the fake torchrun was told) of a script."""
+    done = start(name, commands, folder, *words, **options)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    config = parse_arguments(["--check", "--world-size", str(told["world"]), *told["flags"]], Environment())
+    return config, told
 
 
 def test_no_script_is_left_out():
@@ -79,28 +111,111 @@ def test_no_script_is_left_out():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_passes_check(name, commands, tmp_path):
     world_size, billions, axes = EXPECTED[name]
-    words = ["--check"] if name == "laptop" else []  # it starts python itself
-    done = start(ROOT / "examples" / f"{name}.sh", commands, tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    assert f"Layout of {world_size} processes" in done.stdout and axes in done.stdout
-    parameters = int(re.search(r"parameters +([\d,]+) =", done.stdout)[1].replace(",", ""))
+    if name == "laptop":
+        report = start(name, commands, tmp_path, "--check").stdout
+    else:
+        report = describe_run(launched(name, commands, tmp_path)[0])
+    assert f"Layout of {world_size} processes" in report and axes in report
+    parameters = int(re.search(r"parameters +([\d,]+) =", report)[1].replace(",", ""))
     assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
     # Nothing is there on this machine, and nothing is made by asking.
-    assert f"{tmp_path}/data.idx" in done.stdout
+    assert f"{tmp_path}/data.idx" in report
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_fits_the_gpu_it_names_at_its_last_batch_size(name, commands, tmp_path):
+    """Every pipeline rank, all microbatches of the last batch: a batch that ramps up must not end a run hours later."""
+    config, _ = launched(name, commands, tmp_path)
+    rows = 50_257 if config.data.vocab_file else VOCABULARY
+    planned = re.search(
+        r"Planned for(?: [\w ]+ x)?[\s#]*([ABH]\d00) \d+GB", (ROOT / f"examples/{name}.sh").read_text()
+    )
+    limit = Cluster(DEVICES[planned[1].lower()], config.parallel.world_size, 8).memory_limit
+    ranks = rank_memory(with_vocabulary(config, rows))
+    assert len(ranks) == config.parallel.pipeline_model_parallel_size
+    assert max(rank.total for rank in ranks) < limit
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_more_flags_come_last_and_win(name, commands, tmp_path):
-    words = ["--check"] if name == "laptop" else []
-    done = start(
-        ROOT / "examples" / f"{name}.sh", commands, tmp_path, *words, "--lr", "0.5", "--min-lr", "0.5"
-    )
-    assert done.returncode == 0, done.stderr
-    assert " 5.000e-01 |" in done.stdout
+    if name == "laptop":
+        assert (
+            " 5.000e-01 |"
+            in start(name, commands, tmp_path, "--check", "--lr", "0.5", "--min-lr", "0.5").stdout
+        )
+    else:
+        assert launched(name, commands, tmp_path, "--lr", "0.5")[0].optimizer.lr == 0.5
 
 
-@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"laptop"}))
+@pytest.mark.parametrize("name", LAUNCHED)
 def test_says_what_it_needs(name, commands, tmp_path):
-    done = start(ROOT / "examples" / f"{name}.sh", commands, tmp_path, places=())
+    done = start(name, commands, tmp_path, places=())
     assert done.returncode != 0 and "DATA: set DATA to the prefix of your .bin/.idx files" in done.stderr
+
+
+def test_where_several_nodes_meet(commands, tmp_path):
+    def place(name, **variables):
+        return launched(name, commands, tmp_path, **variables)[1]["place"]
+
+    alone = {"SLURM_JOB_NODELIST": "", "SLURM_JOB_ID": ""}
+    by_slurm = {"--rdzv-backend": "c10d", "--rdzv-endpoint": "node0:20007", "--rdzv-id": "7"}
+    assert place("slurm_multi_node") == place("gpt3_175b") == by_slurm
+    assert place("llama3_8b", NUM_NODES="2", MASTER_ADDR="a", MASTER_PORT="5")["--rdzv-endpoint"] == "a:5"
+    assert place("llama3_8b", NUM_NODES="2", MASTER_ADDR="a", **alone)["--rdzv-endpoint"] == "a:29500"
+    numbered = place("gpt3_175b", MASTER_ADDR="a", NODE_RANK="3", MASTER_PORT="6000")
+    assert numbered == {"--node-rank": "3", "--master-addr": "a", "--master-port": "6000"}
+    nowhere = start("gpt3_175b", commands, tmp_path, **alone)
+    assert (
+        nowhere.returncode != 0 and "set MASTER_ADDR to the name of the first of 16 nodes" in nowhere.stderr
+    )
+
+
+def test_a_torchrun_without_a_shutdown_timeout_is_not_given_one(tmp_path):
+    """torch 2.11's kills after 30 s: the script says so, and what to do."""
+    older = tmp_path / "older/torch/distributed"
+    older.mkdir(parents=True)
+    (older / "run.py").write_text("# no such option")
+    (older.parent / "__init__.py").write_text("")
+    shown = write_commands(tmp_path, COMMANDS | {"torchrun": '#!/bin/sh\necho "$@"\n'})
+    done = start("one_gpu", shown, tmp_path, PYTHONPATH=str(tmp_path / "older"))
+    assert done.returncode == 0 and "shutdown" not in done.stdout
+    assert "30 s after SIGTERM" in done.stderr and "--exit-duration-in-mins" in done.stderr
+
+
+STEP = """#!/usr/bin/env bash
+trap 'sleep 0.3; echo saved >> "$LOG"; exit 1' TERM
+echo $$ > "$LOG.pid"
+[[ -z "${DONE:-}" ]] || exit 0
+for _ in {1..300}; do sleep 0.1; done
+"""
+JOB = {
+    "srun": STEP,
+    "scancel": '#!/usr/bin/env bash\necho "scancel $*" >> "$LOG"; kill -TERM "$(cat "$LOG.pid")"\n',
+    "scontrol": '#!/bin/sh\n[ "$1" = show ] && echo node0 || echo "scontrol $*" >> "$LOG"\n',
+    "squeue": '#!/bin/sh\necho "${STATE:-RUNNING}"\n',
+}
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({}, ["scancel --signal=TERM 7", "saved", "scontrol requeue 7"]),
+        ({"STATE": "COMPLETING"}, ["scancel --signal=TERM 7", "saved"]),
+        ({"DONE": "1"}, []),
+    ],
+    ids=["signalled", "cancelled", "done"],
+)
+def test_a_job_goes_back_into_the_queue_when_a_signal_stopped_it(tmp_path, variables, expected):
+    log = tmp_path / "log"
+    log.touch()
+    env = environment(write_commands(tmp_path, JOB), tmp_path, LOG=str(log), **variables)
+    job = subprocess.Popen(["bash", str(ROOT / "examples/slurm_multi_node.sh")], env=env)
+    deadline = time.monotonic() + 30
+    while not Path(f"{log}.pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if "DONE" not in variables:
+        job.send_signal(signal.SIGTERM)
+    assert job.wait(30) == (0 if "DONE" in variables else 1)
+    assert log.read_text().splitlines() == expected
