@@ -29,7 +29,9 @@ class TrainingConfig:
         None, "stop, saved, when the step is a multiple of this; 0 = off", minimum=0
     )
     exit_duration_in_mins: int | None = flag(None, "stop, saved, after this many minutes", minimum=0)
-    exit_signal_handler: bool = flag(False, "on SIGTERM or SIGUSR1 to any rank stop after this or the next step, saved")
+    exit_signal_handler: bool = flag(
+        False, "SIGTERM or SIGUSR1 to any rank: stop after this or the next step, saved"
+    )
     skip_train: bool = flag(False, "only evaluate")
     iterations_to_skip: Numbers = flag(
         (), "steps whose data is read but not trained on", nargs="+", minimum=0
