@@ -25,6 +25,7 @@ from megatron_lite.config import ConfigError
 from megatron_lite.data.command_line import Parser, run, write_aside
 from megatron_lite.data.indexed_dataset import IndexedDataset, sync_folder, write_index
 from megatron_lite.data.journal import disk_error
+from megatron_lite.foreign_files import foreign_file
 
 COPY_BYTES = 1 << 24
 PIECE = 1 << 20  # entries of an index handled at a time
@@ -68,8 +69,9 @@ def read_about(prefix: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError:
+        what = foreign_file(f"{prefix}.json")
         raise ConfigError(
-            f"'{prefix}.json' is no JSON file, wanted what preprocess_data.py wrote there"
+            f"'{prefix}.json' is no JSON file, wanted what preprocess_data.py wrote there{what}"
         ) from None
     return content if isinstance(content, dict) else None
 
@@ -151,8 +153,6 @@ def main(argv: Sequence[str]) -> None:
     prefixes = find_prefixes(arguments.input)
     if Path(output).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise ConfigError(f"--output-prefix '{output}' is one of the inputs, wanted another name")
-    if not Path(output).parent.is_dir():
-        raise ConfigError(f"--output-prefix '{output}': its folder does not exist")
     started = time.perf_counter()
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     about = [read_about(prefix) for prefix in prefixes]
@@ -161,6 +161,7 @@ def main(argv: Sequence[str]) -> None:
     if unknown and len(prefixes) > 1:
         print(f"note: no .json beside {unknown[0]}, so its tokenizer cannot be compared", file=sys.stderr)
     try:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
         merge(datasets, output, None if unknown else about[0])
     except OSError as error:
         raise disk_error(error, output) from None

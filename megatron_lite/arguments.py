@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_lite.config import CONCERNS, Config, ConfigError
 from megatron_lite.environment import Environment
+from megatron_lite.foreign_files import foreign_file
 from megatron_lite.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN, why_refused
 from megatron_lite.resolution import complete, merge_stored, place
 
@@ -282,6 +283,8 @@ def _expand_files(argv: Sequence[str], opened: tuple[Path, ...]) -> list[str]:
         path = (opened[-1].parent if opened else Path()) / word[1:]
         if path in opened:
             raise ConfigError(f"{word} includes itself: {' -> '.join(map(str, (*opened, path)))}")
+        if path.is_file() and path.stat().st_size and (what := foreign_file(path)):
+            raise ConfigError(f"{word} cannot be read{what}")
         try:
             text = path.read_text(encoding="utf-8")
             inner = shlex.split(text.replace("\\\n", " "), comments=True)

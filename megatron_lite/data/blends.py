@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.config import ConfigError, DataConfig
+from megatron_lite.foreign_files import foreign_file
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
@@ -158,6 +159,8 @@ def _weight(word: str) -> float | None:
 
 
 def _read(path: str, flag: str) -> str:
+    if what := foreign_file(path):
+        raise ConfigError(f"{flag} cannot be read{what}")
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -16,6 +16,7 @@ from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.mock_dataset import MockSource
 from megatron_lite.data.samples import SampleOptions, Samples
 from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.foreign_files import foreign_file
 from megatron_lite.training.batch_size import BatchSchedule
 
 # A source of a blend is asked for this part more than its share, as in Megatron-core: rounding on the way must
@@ -267,7 +268,7 @@ def _read_counts(path: str | None) -> dict[str, list[int]] | None:
         raise ConfigError(f"--per-dataset-sequences-path {path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
-            f"--per-dataset-sequences-path {path} is not JSON of {{prefix: [sequences, documents]}}"
+            f"--per-dataset-sequences-path {path} is not JSON of {{prefix: [sequences, documents]}}{foreign_file(path)}"
         ) from None
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import zstandard
 
 from megatron_lite.config import ConfigError
+from megatron_lite.foreign_files import foreign_content
 
 # Of decompressed text: small enough to spread over workers, large enough to amortise a hop.
 CHUNK_BYTES = 1 << 19
@@ -167,10 +168,15 @@ def _classify(source: Source, path: Path, head: bytes) -> Source:
     ):
         return _refused(source, "UTF-16", "is UTF-16 or UTF-32 text, wanted UTF-8")
     text = head.removeprefix(_BOM)
+    what = foreign_content(text)
+    if "pointer" in what:
+        return _refused(source, "pointer", f"holds no documents{what}")
     suffixes = {suffix.lower() for suffix in path.suffixes}
     named_json = bool(suffixes & {".json", ".jsonl", ".ndjson"})
     if _JSON_ARRAY.match(text) or (named_json and text.lstrip().startswith(b"[")):
         return _refused(source, "JSON array", "holds one JSON array, wanted JSON lines: one object a line")
+    if named_json and what:
+        return _refused(source, "unknown format", f"holds no JSON lines{what}")
     if named_json or _JSON_OBJECT.match(text):
         return replace(source, kind="jsonl")
     return replace(source, kind="text")

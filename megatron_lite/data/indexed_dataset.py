@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_lite.config import ConfigError
+from megatron_lite.foreign_files import foreign_content, foreign_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries: 34 bytes
@@ -74,12 +75,18 @@ class IndexedDataset:
     def _open_index(self) -> None:
         size = _size_of(self.idx_path)
         with Path(self.idx_path).open("rb") as file:
-            head = file.read(HEADER.size)
+            head = file.read(512)
         if len(head) < HEADER.size:
-            raise ConfigError(f"{self.idx_path}: file size is {size} bytes, wanted at least {HEADER.size}")
-        magic, version, code, sequences, boundaries = HEADER.unpack(head)
+            what = foreign_content(head)
+            raise ConfigError(
+                f"{self.idx_path}: file size is {size} bytes, wanted at least {HEADER.size}{what}"
+            )
+        magic, version, code, sequences, boundaries = HEADER.unpack_from(head)
         if magic != MAGIC:
-            raise ConfigError(f"{self.idx_path}: magic is {magic!r}, wanted {MAGIC!r}: not a Megatron index")
+            what = foreign_content(head, binary=True)
+            raise ConfigError(
+                f"{self.idx_path}: magic is {magic!r}, wanted {MAGIC!r}: not a Megatron index{what}"
+            )
         if version != 1:
             raise ConfigError(f"{self.idx_path}: version is {version}, wanted 1")
         if code not in DTYPES:
@@ -127,9 +134,10 @@ class IndexedDataset:
             last = int(self.sequence_lengths[-1]) * self.dtype.itemsize if len(self) else 0
             expected = int(self.sequence_pointers[-1]) + last if len(self) else 0
         if self.bin_size != expected:
+            what = foreign_file(self.bin_path) if self.bin_size else ""
             raise ConfigError(
                 f"{self.bin_path}: file size is {self.bin_size:,} bytes, wanted {expected:,} "
-                f"by the lengths in {self.idx_path}"
+                f"by the lengths in {self.idx_path}{what}"
             )
         self.num_tokens = expected // self.dtype.itemsize
 

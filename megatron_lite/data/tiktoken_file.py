@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from megatron_lite.config import ConfigError
+from megatron_lite.foreign_files import foreign_content
 
 
 def read_tiktoken(path: Path, content: bytes) -> list[bytes]:
@@ -25,13 +26,13 @@ def read_tiktoken(path: Path, content: bytes) -> list[bytes]:
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
             f"--tokenizer-model '{path}' is no tiktoken vocabulary, wanted a JSON list of rank and token_bytes, or "
-            "lines 'BASE64 RANK'"
+            f"lines 'BASE64 RANK'{foreign_content(content[:512])}"
         ) from None
     ranks = [rank for rank, _ in pairs]
     tokens = [token for _, token in sorted(pairs)]
     if not pairs or sorted(ranks) != list(range(len(pairs))) or len(set(tokens)) != len(tokens):
         raise ConfigError(
             f"--tokenizer-model '{path}' has {len(pairs):,} ranks, wanted each of 0, 1, 2 ... once, "
-            "each with another token"
+            f"each with another token{foreign_content(content[:512])}"
         )
     return tokens

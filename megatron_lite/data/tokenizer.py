@@ -26,6 +26,7 @@ from megatron_lite.config import ConfigError, DataConfig, ModelConfig
 from megatron_lite.data.tiktoken_file import read_tiktoken
 from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import WordEncoder, word_encoder
+from megatron_lite.foreign_files import foreign_content, foreign_file
 
 TOKENIZER_FLAGS = (
     "tokenizer_type",
@@ -111,7 +112,8 @@ class SentencePieceTokenizer(Tokenizer):
         except (RuntimeError, OSError):
             self.vocab_size = 0
         if self.vocab_size == 0:
-            raise ConfigError(f"--tokenizer-model '{path}' is not a SentencePiece model") from None
+            what = foreign_content(content[:512], binary=True)
+            raise ConfigError(f"--tokenizer-model '{path}' is not a SentencePiece model{what}") from None
         found = {name: getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
         self.special_ids = {name: number for name, number in found.items() if number >= 0}
         if "eos" not in self.special_ids:
@@ -370,7 +372,7 @@ def _special_texts(folder: Path, core: tokenizers.Tokenizer) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except ValueError:
-            raise ConfigError(f"'{folder / name}' is not valid JSON") from None
+            raise ConfigError(f"'{folder / name}' is not valid JSON{foreign_file(folder / name)}") from None
         for key in ("bos", "eos", "unk", "pad"):
             value = content.get(f"{key}_token") if isinstance(content, dict) else None
             text = value.get("content") if isinstance(value, dict) else value
@@ -390,6 +392,7 @@ def _gpt2(config: DataConfig, vocab_size: int | None) -> Tokenizer:
         vocab,
         lambda: tokenizers.models.BPE.from_file(str(vocab), str(merges)),
         f"a vocab.json that fits '{merges}'",
+        beside=(merges,),
     )
     core = tokenizers.Tokenizer(model)
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -399,12 +402,17 @@ def _gpt2(config: DataConfig, vocab_size: int | None) -> Tokenizer:
     return FastTokenizer(f"GPT2BPETokenizer {vocab.name}", core, {"eos": "<|endoftext|>"}, (vocab, merges))
 
 
-def _load_fast(path: Path, load: Callable[[], Any], wanted: str) -> Any:
+def _load_fast(path: Path, load: Callable[[], Any], wanted: str, beside: Sequence[Path] = ()) -> Any:
     try:
         return load()
     except Exception as error:  # the library raises bare Exception for every kind of bad file
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"'{path}' cannot be read as {wanted}: {first_line}") from None
+        for file in beside:
+            if what := foreign_file(file):
+                raise ConfigError(f"'{file}' cannot be read{what}") from None
+        raise ConfigError(
+            f"'{path}' cannot be read as {wanted}{foreign_file(path) or f': {first_line}'}"
+        ) from None
 
 
 def _tiktoken(config: DataConfig, vocab_size: int | None) -> Tokenizer:

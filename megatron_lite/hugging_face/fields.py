@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import ConfigError
+from megatron_lite.foreign_files import foreign_file
 from megatron_lite.hugging_face.families import MATHS_FIELDS, Family
 
 # Written by transformers, read by nobody's forward pass: not worth a line in the log.
@@ -57,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON{foreign_file(path) or f': {error}'}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, wanted a JSON object")
     return content

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.foreign_files import foreign_file
 from megatron_lite.hugging_face.families import GPT2, Family
 from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.model_flags import read_model_config
@@ -167,13 +168,15 @@ def _open_weights(file: Path) -> Any:
         try:
             return safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is not a whole safetensors file: {error}") from None
+            what = foreign_file(file, binary=True) or f": {error}"
+            raise ConfigError(f"{file} is not a whole safetensors file{what}") from None
     try:
         content = _load_pickled(file)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = "" if _is_zip(file) else foreign_file(file, binary=True)
         raise ConfigError(
-            f"{file} is not a file of plain tensors (read with weights_only): {reason}"
+            f"{file} is not a file of plain tensors (read with weights_only){what or f': {reason}'}"
         ) from None
     if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise ConfigError(f"{file} does not hold a dict of tensors")
@@ -182,6 +185,9 @@ def _open_weights(file: Path) -> Any:
 
 def _load_pickled(file: Path) -> Any:
     """Only the zip format of torch >= 1.6 can be memory-mapped."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+
+
+def _is_zip(file: Path) -> bool:
     with file.open("rb") as start:
-        zipped = start.read(2) == b"PK"
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        return start.read(2) == b"PK"

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.command_line import write_aside
+from megatron_lite.foreign_files import foreign_file
 from megatron_lite.parallel.partition import StagePlan, plan_from_config
 from megatron_lite.parallel.schedule import Action, Event, Timeline, runnable_schedule
 
@@ -191,7 +192,9 @@ def read_trace(path: Path) -> Trace:
     except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no file of --timeline, wanted JSON whose format is '{FORMAT}'")
+        raise ConfigError(
+            f"{path} is no file of --timeline, wanted JSON whose format is '{FORMAT}'{foreign_file(path)}"
+        )
     try:
         config = Config.from_dict(content["config"])
         plans = tuple(plan_from_config(config))
