@@ -14,6 +14,7 @@ from megatron_lite.input_checks import (
     check_not_empty,
     missing_files,
 )
+from megatron_lite.model.costs import FLASH_MAX_WIDTH
 from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.partition import check_split
 from megatron_lite.parallel.schedule import (
@@ -53,6 +54,7 @@ def check_config(config: Config) -> list[str]:
     """
     for check in (
         _check_model,
+        _check_attention,
         _check_world,
         _check_tensor_and_context,
         _check_vocabulary,
@@ -74,7 +76,8 @@ def check_config(config: Config) -> list[str]:
         raise ConfigError(
             "; ".join(missing[:3]) + (f"; and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
-    return [f"not on this machine: {text}" for text in missing] + _left_over(config) + _idle_flags(config)
+    notes = [f"not on this machine: {text}" for text in missing] + _left_over(config)
+    return notes + _idle_flags(config) + _compile_notes(config)
 
 
 def _check_model(config: Config) -> None:
@@ -106,6 +109,22 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"--padded-vocab-size {model.padded_vocab_size} is less than --vocab-size {model.vocab_size}"
         )
+
+
+def _check_attention(config: Config) -> None:
+    """Refuse --attention-backend flash with what flash attention does not compute; windows and cp it does."""
+    model, precision = config.model, config.precision
+    if model.attention_backend != "flash":
+        return
+    reason = None
+    if not (precision.bf16 or precision.fp16):
+        reason = "flash attention computes in --bf16 or --fp16, neither is given"
+    elif model.kv_channels > FLASH_MAX_WIDTH:
+        reason = f"--kv-channels is {model.kv_channels}, flash attention takes at most {FLASH_MAX_WIDTH}"
+    elif config.data.reset_attention_mask:
+        reason = "flash attention has no document masks, which --reset-attention-mask asks for"
+    if reason is not None:
+        raise ConfigError(f"--attention-backend flash: {reason}; leave it at auto")
 
 
 def _check_world(config: Config) -> None:
@@ -340,3 +359,14 @@ def _idle_flags(config: Config) -> list[str]:
         if idle and not there:
             notes.append(f"{', '.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing {reason}")
     return notes
+
+
+def _compile_notes(config: Config) -> list[str]:
+    """Where --compile leaves core attention out: run document by document, or under a tensor rank's own RNG state."""
+    model, parallel = config.model, config.parallel
+    own_state = parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel
+    if not (parallel.compile and model.attention_dropout and (config.data.reset_attention_mask or own_state)):
+        return []
+    flag = "--reset-attention-mask" if config.data.reset_attention_mask else "--tensor-model-parallel-size"
+    dropout = f"--attention-dropout {model.attention_dropout:g}"
+    return [f"--compile leaves core attention out of its graphs: {dropout} with {flag}"]

@@ -165,7 +165,7 @@ _ACCEPTED: dict[str, str] = {
     "only --optimizer lion reads it": "--lion-beta1= --lion-beta2=",
     "evaluation takes microbatches of --micro-batch-size": "--eval-micro-batch-size=",
     "weights are sharded over --tensor-model-parallel-size ranks": "--tensor-parallel-num-weight-shards=",
-    "no [S, S] mask is ever made": (
+    "the loader makes no [S, S] mask: attention works out what it needs": (
         "--no-create-attention-mask-in-dataloader --create-attention-mask-in-dataloader"
     ),
     "data is read in the indexed format, memory-mapped": (

@@ -124,6 +124,9 @@ CONTRADICTIONS = [
         1,
         ["--rotary-percent 0.2", "--kv-channels 16", "is 3"],
     ),
+    ("--attention-backend flash", 1, ["--attention-backend flash", "--bf16 or --fp16", "auto"]),
+    ("--attention-backend flash --bf16 --kv-channels 264", 1, ["--kv-channels is 264", "at most 256"]),
+    ("--attention-backend flash --bf16 --reset-attention-mask", 1, ["flash", "--reset-attention-mask"]),
     ("--use-rope-scaling --rope-scaling-low-freq-factor 4", 1, ["--rope-scaling-high-freq-factor 4"]),
     ("--padded-vocab-size 32", 1, ["--padded-vocab-size 32", "--vocab-size 60"]),
     ("", 0, ["at least 1"]),
@@ -342,6 +345,10 @@ def test_prefixes(words, prefixes):
         ("--num-query-groups 2", "--num-query-groups 2 is not read without --group-query-attention"),
         ("--sequence-parallel", "--sequence-parallel has no effect: --tensor-model-parallel-size is 1"),
         ("--tokenizer-metadata x", "--tokenizer-metadata has no effect: the tokenizer files say all"),
+        (
+            "--compile --reset-attention-mask --attention-dropout 0.1",
+            "--compile leaves core attention out of its graphs: --attention-dropout 0.1 with --reset",
+        ),
         ("--use-flash-attn", "--use-flash-attn has no effect: attention, softmax"),
     ],
 )

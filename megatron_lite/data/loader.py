@@ -46,7 +46,8 @@ class Loader:
             every rank gets as many batches as the others; else reading starts over.
         config: read are micro_batch_size, num_workers, dataloader_type, seed and distributed_timeout_minutes.
         consumed_samples: position in the order where the first batch begins; on resume the checkpoint's number.
-        device: where batches go; on CUDA by way of pinned memory, without waiting.
+        device: where batches go; on CUDA by way of pinned memory, without waiting. With attention dropout document
+            ids stay on the host.
         warn: takes a line when data is late.
 
     Raises:
@@ -70,6 +71,8 @@ class Loader:
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())  # the workers' own is always 0
+        # Attention with dropout runs document by document: the model asks the host for their lengths.
+        self._on_host = ("document_ids",) if config.model.attention_dropout > 0 else ()
         self._dataset, self._warn = dataset, warn
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._micro_batch_size = config.training.micro_batch_size
@@ -125,9 +128,12 @@ class Loader:
         if self._num_workers:
             self._ask(max(self._ahead, count), ahead=True)
         return {
-            key: _join([microbatch[key].to(self._device, non_blocking=True) for microbatch in microbatches])
+            key: _join([self._placed(key, microbatch[key]) for microbatch in microbatches])
             for key in microbatches[0]
         }
+
+    def _placed(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if key in self._on_host else tensor.to(self._device, non_blocking=True)
 
     def take_source_counts(self) -> tuple[list[str], list[int]]:
         """The sources' names, and how many samples of each this rank got since the last call."""

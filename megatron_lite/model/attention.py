@@ -3,31 +3,23 @@
 Shapes: B micro batch, S sequence, H hidden, N query heads, G key/value heads, D head width.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention import sdpa_kernel
 
 from megatron_lite.config import ModelConfig
-from megatron_lite.model.documents import Documents, window_of
+from megatron_lite.model.documents import Documents, bounds, window_of
+from megatron_lite.model.kernels import (
+    BACKENDS,
+    attention_kernel,
+    band_mask,
+    block_masked_attention,
+    flash_attention,
+    gpu_generation,
+)
 from megatron_lite.model.norm import build_norm
 from megatron_lite.model.rotary import Rotation
-
-# --attention-backend in Megatron's words -> what scaled_dot_product_attention may choose from.
-BACKENDS = {
-    "auto": None,
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION],
-    "unfused": [SDPBackend.MATH],
-    "local": [SDPBackend.MATH],
-}
-
-CoreAttention = Callable[..., torch.Tensor]
 
 
 class SelfAttention(nn.Module):
@@ -99,80 +91,82 @@ class KeyValueCache:
 class DotProductAttention(nn.Module):
     """softmax(q k^T / sqrt(D)) v, causal, with a sliding window and document masks where asked for."""
 
+    # The GPU that a rehearsal on a CPU follows, as gpu_generation counts. Its tensors are fake, and those of
+    # FlexAttention are those of flash attention.
+    assumed_generation: int | None = None
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.dropout = config.attention_dropout
         self.window = window_of(config)
-        self.backends = BACKENDS[config.attention_backend]
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None = None
     ) -> torch.Tensor:
-        """q [B, N, Q, D], k and v [B, G, S, D] -> [B, N, Q, D]; the Q queries are the last Q of S positions."""
+        """q [B, N, Q, D], k and v [B, G, K, D] -> [B, N, Q, D]; the Q queries are the last Q of K positions."""
         if documents is None:
             return self._causal(q, k, v)
-        if documents.block_mask is not None:
-            grouped = q.shape[1] != k.shape[1]
-            flex = _compiled_flex_attention()
-            return flex(q, k, v, block_mask=documents.block_mask, enable_gqa=grouped)
-        if documents.lengths:
+        part = (q.shape[2], k.shape[2])
+        if part in documents.block_masks:
+            return block_masked_attention(q, k, v, documents.block_masks[part])
+        if documents.by_length and (gpu_generation(q.device) or part[0] == documents.ids.shape[1]):
             return self._by_document(q, k, v, documents)
-        ids = documents.ids
-        same = ids[:, -q.shape[2] :, None] == ids[:, None]  # [B, Q, S]
+        ids = documents.ids[:, : part[1]]
+        same = ids[:, -part[0] :, None] == ids[:, None]  # [B, Q, K]
         return self._causal(q, k, v, same[:, None])
 
     def _causal(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Causal attention by SDPA; a mask is made only for a window, fewer queries than keys, or `allowed`.
+        """Causal attention by the kernel that the device has for it.
 
-        allowed: boolean [B, 1, Q, S], what may be seen besides.
+        allowed: boolean [B, 1, Q, K], what may be seen besides.
         """
         num_queries, num_keys = q.shape[2], k.shape[2]
-        windowed = self.window is not None and self.window < num_keys - 1
-        behind = num_queries != num_keys and num_queries > 1
+        windowed = bounds(self.window, num_keys)
+        window = self.window if windowed else None
+        dropout = self.dropout if self.training else 0.0
+        whole = not windowed and num_queries in (1, num_keys)
+        generation = self.assumed_generation or gpu_generation(q.device)
+        kernel = attention_kernel(self.config, q.dtype, generation, whole, dropout > 0)
+        if kernel == "flex" and self.assumed_generation:
+            kernel = "flash"
+        if kernel == "flash" and not whole and allowed is None:
+            return flash_attention(q, k, v, window, dropout)
         mask = None
-        if behind and q.is_cuda and self.backends is None and not windowed and allowed is None:
-            mask = causal_lower_right(num_queries, num_keys)  # flash attention knows this one without a mask
-        elif windowed or allowed is not None or behind:
-            mask = band_mask(num_queries, num_keys, self.window if windowed else None, q.device)
+        if not whole or allowed is not None:
+            mask = band_mask(num_queries, num_keys, window, q.device)
             mask = mask if allowed is None else mask & allowed
-        if q.shape[1] != k.shape[1]:
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and (kernel != "flash" or mask is not None):
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            grouped = False
         arguments = {
             "attn_mask": mask,
             "is_causal": mask is None and num_queries > 1,
-            "dropout_p": self.dropout if self.training else 0.0,
+            "dropout_p": dropout,
+            "enable_gqa": grouped,
         }
-        if self.backends is None or not q.is_cuda:
+        backends = BACKENDS[self.config.attention_backend]
+        if backends is None or not q.is_cuda:
             return F.scaled_dot_product_attention(q, k, v, **arguments)
-        with sdpa_kernel(self.backends):
+        with sdpa_kernel(backends):
             return F.scaled_dot_product_attention(q, k, v, **arguments)
 
     @torch.compiler.disable  # new lengths with every batch would mean a new graph with every batch
     def _by_document(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents
     ) -> torch.Tensor:
-        """Each document is its own small causal attention: no mask."""
-        rows = []
+        """Each document is its own small causal attention, of those of its positions that are queries: no mask."""
+        first, rows = k.shape[2] - q.shape[2], []
         for row, lengths in enumerate(documents.lengths):
-            parts = [t[row : row + 1].split(lengths, dim=2) for t in (q, k, v)]
-            rows.append(torch.cat([self._causal(*part) for part in zip(*parts)], dim=2))
+            outs, start = [], 0
+            for length in lengths:
+                begin, end = max(start, first), min(start + length, k.shape[2])
+                if begin < end:
+                    queries = q[row : row + 1, :, begin - first : end - first]
+                    outs.append(self._causal(queries, *(t[row : row + 1, :, start:end] for t in (k, v))))
+                start += length
+            rows.append(torch.cat(outs, dim=2))
         return torch.cat(rows)
-
-
-@functools.cache
-def _compiled_flex_attention() -> CoreAttention:
-    """FlexAttention is a kernel template: without compilation it falls back to a dense S x S computation.
-
-    Made at its first use: importing the compiler costs seconds that a run without document masks need not pay.
-    """
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def band_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Boolean [Q, S], True where query (one of the last Q positions) may see the key."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)[None]
-    allowed = key <= query
-    return allowed if window is None else allowed & (query - key <= window)

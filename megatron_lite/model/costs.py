@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from megatron_lite.config import ModelConfig
 
+# The widest head that flash attention computes.
+FLASH_MAX_WIDTH = 256
+
 
 @dataclass(frozen=True)
 class ComponentCost:
@@ -80,6 +83,27 @@ def block_matrix_parameters(model: ModelConfig) -> int:
     key_value = model.num_query_groups * model.kv_channels
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
     return attention + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+
+
+def gpu_attention_kernel(model: ModelConfig, half: bool, whole: bool, dropout: bool) -> str:
+    """The kernel that core attention runs on a GPU, of the first kind that can:
+
+    flash: no mask in memory, keys and values of grouped heads as they are; bf16 and fp16.
+    flex: the same by FlexAttention's block masks, for fp32 with context parallelism or a window; no dropout.
+    causal: what scaled_dot_product_attention has for a whole causal sequence; keys and values repeated for all heads.
+    masked: that with a dense mask [queries, keys].
+
+    Args:
+        half: computed in bf16 or fp16.
+        whole: without context parallelism and window.
+        dropout: attention weights are dropped.
+    """
+    fused = model.attention_backend not in ("unfused", "local")
+    if fused and half and model.kv_channels <= FLASH_MAX_WIDTH:
+        return "flash"
+    if whole:
+        return "causal"
+    return "flex" if fused and not dropout else "masked"
 
 
 def _norm_parameters(model: ModelConfig, width: int) -> int:

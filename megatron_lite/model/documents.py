@@ -1,41 +1,72 @@
-"""Which positions of a sample see each other under --reset-attention-mask: worked out once, read by every layer.
+"""What a query may see besides the causal rule: worked out once a microbatch, read by every layer.
 
 Shapes: B micro batch, S sequence.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_lite.config import ModelConfig
+from megatron_lite.model.kernels import attention_kernel, block_mask, gpu_generation
+
+# Queries and keys of one call of core attention: the queries are the last of the first `keys` positions.
+Part = tuple[int, int]
 
 
 class Documents:
-    """Equal ids [B, S] are one document; documents lie one after the other.
+    """The documents of each sample, that attention does not leave, lie one after the other.
 
     Attributes:
-        ids: int64 [B, S].
-        block_mask: for FlexAttention, where it will be used (on a GPU, without dropout); no S x S mask is made.
-        lengths: else the documents' lengths, a list for each row; empty for a part of a sample, whose queries are
-            not all of its positions.
+        ids: int64 [B, S], equal inside a document; None: each sample is one document.
+        block_masks: for FlexAttention where it runs, for each part of the sequence that has queries here; no dense
+            mask is made.
+        by_length: else attention runs document by document (a flag beside the lengths, for dynamo would make a graph
+            for each list that it looks at).
+        lengths: the documents' lengths, a list for each row.
     """
 
-    def __init__(self, ids: torch.Tensor, config: ModelConfig | None) -> None:
+    def __init__(self, ids: torch.Tensor | None) -> None:
         self.ids = ids
-        self.block_mask: BlockMask | None = None
+        self.block_masks: dict[Part, BlockMask] = {}
+        self.by_length = False
         self.lengths: list[list[int]] = []
-        if config is None:
-            return
-        if ids.is_cuda and config.attention_dropout == 0.0:
-            self.block_mask = build_block_mask(_compiled_create_block_mask(), ids, window_of(config))
-        else:
-            self.lengths = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids]
 
-    def first(self, count: int) -> "Documents":
-        """Of the first `count` positions, for queries at their end (context parallelism)."""
-        return Documents(self.ids[:, :count], None)
+
+def documents_by_length(ids: torch.Tensor, config: ModelConfig) -> torch.Tensor | Documents:
+    """The documents of ids [B, S] by their lengths, or the ids where FlexAttention runs: on a GPU without dropout.
+
+    The host reads the lengths: it would wait for ids that lie on a GPU.
+    """
+    if config.attention_dropout == 0 and gpu_generation(ids.device):
+        return ids
+    documents = Documents(ids)
+    documents.by_length = True
+    documents.lengths = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids]
+    return documents
+
+
+def find_documents(
+    ids: torch.Tensor | None, config: ModelConfig, parts: Sequence[Part], x: torch.Tensor
+) -> Documents | None:
+    """The documents of a microbatch whose hidden state is x; None where core attention needs to know nothing.
+
+    Args:
+        ids: [B, S] under --reset-attention-mask, else None.
+    """
+    window, generation, dropout = window_of(config), gpu_generation(x.device), config.attention_dropout > 0
+    if ids is None:
+        whole = all(queries == keys and not bounds(window, keys) for queries, keys in parts)
+        if attention_kernel(config, x.dtype, generation, whole, dropout) != "flex":
+            return None
+    else:
+        ids = documents_by_length(ids, config)
+        if isinstance(ids, Documents):
+            return ids
+    documents = Documents(ids)
+    documents.block_masks = {part: block_mask(ids, window, *part, x.device) for part in parts}
+    return documents
 
 
 def window_of(config: ModelConfig) -> int | None:
@@ -43,18 +74,6 @@ def window_of(config: ModelConfig) -> int | None:
     return config.window_size[0] if config.window_size and config.window_size[0] >= 0 else None
 
 
-def build_block_mask(create: Callable[..., BlockMask], ids: torch.Tensor, window: int | None) -> BlockMask:
-    """Causal, inside documents ids [B, S], inside the window: the blocks that FlexAttention computes."""
-
-    def allowed(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        inside = (i >= j) & (ids[b, i] == ids[b, j])
-        return inside if window is None else inside & (i - j <= window)
-
-    batch, seq_length = ids.shape
-    return create(allowed, batch, None, seq_length, seq_length, device=ids.device)
-
-
-@functools.cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    """Not compiled it would hold the dense S x S mask for a moment."""
-    return torch.compile(create_block_mask, dynamic=False)
+def bounds(window: int | None, num_keys: int) -> bool:
+    """Whether a window is narrower than the causal triangle of so many keys."""
+    return window is not None and window < num_keys - 1

@@ -9,7 +9,8 @@ Parameter names carry global layer numbers, so they are the same in every layout
     layers.7.mlp.down_proj.weight [H, F]         final_norm.weight [H]     lm_head.weight [V, H]
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import nn
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.model.attention import KeyValueCache, SelfAttention
-from megatron_lite.model.documents import Documents
+from megatron_lite.model.documents import Documents, Part, documents_by_length, find_documents
 from megatron_lite.model.initialization import initial_rows
 from megatron_lite.model.loss import LOSS_CHUNK_TOKENS, chunked_loss_sum, token_loss_sum
 from megatron_lite.model.mlp import MLP
@@ -133,6 +134,10 @@ class GPTChunk(nn.Module):
         self.tied = tied
         # Set from outside: with sequence parallelism the hidden state holds 1 / this of the positions.
         self.sequence_shards = 1
+        # Set from outside: with context parallelism (queries, keys) of each call of core attention, from the number
+        # of positions here.
+        self.attention_parts: Callable[[int], tuple[Part, ...]] = lambda length: ((length, length),)
+        self._no_documents: tuple[Any, Documents | None] | None = None
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
 
     def forward(
@@ -141,7 +146,7 @@ class GPTChunk(nn.Module):
         *,
         labels: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | Documents | None = None,
         caches: dict[str, KeyValueCache] | None = None,
     ) -> torch.Tensor:
         """Run this stage.
@@ -150,7 +155,7 @@ class GPTChunk(nn.Module):
             x: tokens [B, S] on the first stage, hidden [B, S, H] on the others.
             labels: [B, S], -100 where masked; used by the last stage only.
             position_ids: [B, S]; by default 0..S-1.
-            document_ids: [B, S]; attention stays inside equal ids.
+            document_ids: [B, S]; attention stays inside equal ids. Or what `host_documents` gives.
             caches: a KeyValueCache per layer number; x then holds the positions after the cached ones.
 
         Returns:
@@ -160,7 +165,7 @@ class GPTChunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, position_ids, past)
         rotation = self._rotation(x, position_ids, past)
-        documents = None if document_ids is None else Documents(document_ids, self.config)
+        documents = None if caches else self._documents(x, document_ids)
         x = self.run_layers(x, rotation, documents, caches)
         if self.lm_head is None:
             return x
@@ -184,6 +189,21 @@ class GPTChunk(nn.Module):
         if past and position_ids is None:
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
         return self.rotary(x.shape[1] * self.sequence_shards, x.device, position_ids)
+
+    def _documents(self, x: torch.Tensor, ids: torch.Tensor | Documents | None) -> Documents | None:
+        if isinstance(ids, Documents):
+            return ids
+        parts = self.attention_parts(x.shape[1] * self.sequence_shards)
+        if ids is not None:
+            return find_documents(ids, self.config, parts, x)
+        key = (parts, x.device, x.dtype)
+        if self._no_documents is None or self._no_documents[0] != key:
+            self._no_documents = (key, find_documents(None, self.config, parts, x))
+        return self._no_documents[1]
+
+    def host_documents(self, ids: torch.Tensor) -> torch.Tensor | Documents:
+        """What forward takes as document_ids for ids [B, S]: where it wants their lengths, found on the host."""
+        return documents_by_length(ids, self.config)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter). A tied head on its own stage goes by the embedding's name."""

@@ -8,6 +8,7 @@ and the keys and values of all S positions of one layer.
 Shapes: B micro batch, N query heads, G key/value heads, S the whole sequence, D head width, L = S / (2 cp).
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -47,16 +48,24 @@ def my_part_of_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
 
 def apply_context_parallel(chunk: nn.Module, mesh: ParallelMesh) -> None:
     """Put the exchange of keys and values in front of every block's core attention."""
+    size, rank = mesh.size("cp"), mesh.rank("cp")
+    chunk.attention_parts = functools.partial(attention_parts, size=size, rank=rank)
     for layer in chunk.layers.values():
         layer.attention.core = ContextAttention(layer.attention.core, mesh.group("cp"))
+
+
+def attention_parts(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """(queries, keys) of the calls of core attention of a rank that holds `length` positions: its two chunks'."""
+    half = length // 2
+    return tuple((half, (chunk + 1) * half) for chunk in (rank, 2 * size - 1 - rank))
 
 
 class ContextAttention(nn.Module):
     """Causal attention of my query chunks over the keys and values of all ranks.
 
     Args:
-        core: (q [B, N, Q, D], k and v [B, G, K, D], documents of K positions | None) -> [B, N, Q, D], causal, where
-            the Q queries are the last Q of the K positions.
+        core: (q [B, N, Q, D], k and v [B, G, K, D], documents of all S positions | None) -> [B, N, Q, D], causal,
+            where the Q queries are the last Q of the first K positions.
     """
 
     def __init__(self, core: nn.Module, group: dist.ProcessGroup) -> None:
@@ -70,12 +79,10 @@ class ContextAttention(nn.Module):
         """q [B, N, S/cp, D], k and v [B, G, S/cp, D], documents of all S positions -> [B, N, S/cp, D]."""
         size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group)  # [B, G, S, D] each
-        parts = []
-        for part, chunk in zip(q.chunk(2, dim=2), (rank, 2 * size - 1 - rank)):
-            end = (chunk + 1) * part.shape[2]
-            seen = None if documents is None else documents.first(end)
-            parts.append(self.core(part, keys[:, :, :end], values[:, :, :end], seen))
-        return torch.cat(parts, dim=2)
+        outs = []
+        for queries, (_, end) in zip(q.chunk(2, dim=2), attention_parts(q.shape[2], size, rank)):
+            outs.append(self.core(queries, keys[:, :, :end], values[:, :, :end], documents))
+        return torch.cat(outs, dim=2)
 
 
 class _GatherSequence(torch.autograd.Function):

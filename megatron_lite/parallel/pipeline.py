@@ -81,6 +81,12 @@ class Stage(PipelineStage):
             "F", self.stage_index, microbatch, super().forward_one_chunk, microbatch, *args, **kwargs
         )
 
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The chunk's forward; lengths of documents are found before it, for FSDP would move ids to the device."""
+        if kwargs.get("document_ids") is not None:
+            kwargs["document_ids"] = self.submod.host_documents(kwargs["document_ids"])
+        return super().forward_maybe_with_nosync(*args, **kwargs)
+
     def backward_one_chunk(
         self, microbatch: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
     ) -> None:

@@ -5,6 +5,7 @@ model's operators.
 """
 
 from megatron_lite.config import Config
+from megatron_lite.model.costs import gpu_attention_kernel
 from megatron_lite.parallel.partition import StagePlan
 
 # Rows of logits at a time with --cross-entropy-loss-fusion, as model/loss.py has it (which imports torch).
@@ -27,14 +28,16 @@ def block_activations(config: Config, recompute: str | None) -> float:
     Nothing recomputed, per token and in elements (times a):
         2 H/s            inputs of the two norms (the residual stream)
         2 H              inputs of the attention and MLP projections, whole also with sequence parallelism
-        4 q/t            what core attention saves: queries, its output, keys and values repeated for every head
+        2 (q + kv)/t     what core attention saves: queries, its output, keys, values; 4 q/t where its kernel takes no
+                         groups (fp32, unfused) and keys and values are repeated for every head
         2 F/t            GELU or squared ReLU: its input and output; 4 F/t for SwiGLU: gate, up, silu(gate), product
     plus, per token, fp32 statistics (4 bytes a norm, 8 for LayerNorm, 4 N/t for the softmax), 1 byte H/s for each of
     two dropout masks when hidden dropout is on, and q + kv over t for query/key norms. With t = 1 and GELU this is
-    the 34 s b h of Korthikanti et al. less the masks. Context parallelism keeps keys and values of the whole
-    sequence, seen twice, and the dense mask of its two query chunks: a (S / 2cp)^2 (2cp + 1).
+    the 34 s b h of Korthikanti et al. less the masks. Context parallelism saves keys and values of the whole
+    sequence. A dense mask is there only with a window or context parallelism where neither flash attention nor
+    FlexAttention runs: a S^2, or a (S / 2cp)^2 (2cp + 1) for two query chunks.
 
-    selective (core attention): keys and values are kept as they are, not repeated, and no softmax statistics.
+    selective (core attention): its output and statistics are not saved; keys and values only of own tokens.
     full: the block's input alone, a T H/s.
     """
     model, parallel = config.model, config.parallel
@@ -63,16 +66,30 @@ def block_activations(config: Config, recompute: str | None) -> float:
     return tokens * (a * elements + statistics) + extra
 
 
+def attention_kernel(config: Config) -> str:
+    """The kernel that core attention runs on this config's GPUs, as `gpu_attention_kernel` names it."""
+    model, length = config.model, config.data.seq_length
+    windowed = model.window_size is not None and 0 <= model.window_size[0] < length - 1
+    return gpu_attention_kernel(
+        model,
+        half=config.precision.bf16 or config.precision.fp16,
+        whole=not windowed and config.parallel.context_parallel_size == 1,
+        dropout=model.attention_dropout > 0,
+    )
+
+
 def _keys_and_mask(config: Config, query: int, key_value: int) -> tuple[float, float]:
-    """Elements of keys and values that core attention keeps per own token (of all t), and bytes of its mask."""
+    """Elements of keys and values that core attention saves per own token (of all t), and bytes of its mask."""
     cp, length = config.parallel.context_parallel_size, config.data.seq_length
-    if cp == 1:
-        return 2 * query, 0.0
-    seen = (
-        cp + 0.5 if query != key_value else cp
-    )  # repeated for each of two query chunks, or views of one gathering
-    mask = activation_width(config) * (length / (2 * cp)) ** 2 * (2 * cp + 1)
-    return 2 * query * seen, mask
+    kernel = attention_kernel(config)
+    if kernel in ("flash", "flex"):
+        return 2 * key_value * cp, 0.0  # views of one all-gather
+    # Repeated for each of two query chunks, or views of one all-gather.
+    keys = 2 * query * (cp if cp == 1 or query == key_value else cp + 0.5)
+    a = activation_width(config)
+    if kernel == "causal":
+        return keys, 0.0
+    return keys, a * (length**2 if cp == 1 else (length / (2 * cp)) ** 2 * (2 * cp + 1))
 
 
 def _widths(config: Config) -> tuple[int, int]:

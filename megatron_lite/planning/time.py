@@ -11,7 +11,12 @@ from megatron_lite.mesh_sizes import mesh_sizes
 from megatron_lite.model.costs import block_matrix_parameters
 from megatron_lite.parallel.partition import StagePlan, placement_of
 from megatron_lite.parallel.schedule import StageTimes, Timeline, build_schedule, runnable_schedule, simulate
-from megatron_lite.planning.activations import activation_width, block_activations, tokens_per_microbatch
+from megatron_lite.planning.activations import (
+    activation_width,
+    attention_kernel,
+    block_activations,
+    tokens_per_microbatch,
+)
 from megatron_lite.planning.devices import Cluster
 from megatron_lite.planning.memory import (
     adds_up_whole,
@@ -26,7 +31,7 @@ from megatron_lite.training.flops import flops_per_step
 
 # Assumed: core attention's kernels reach this share of what large matrix products reach.
 ATTENTION_SHARE = 0.6
-# Assumed: the kernel that takes a dense mask, which context parallelism needs, reaches half of that.
+# Assumed: the kernel that takes a dense mask reaches half of that.
 MASKED_SHARE = 0.3
 # Element-wise operators read and write each kept activation about so often, forward and backward.
 ELEMENTWISE_PASSES = 2
@@ -78,7 +83,7 @@ def block_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
 
     matrix products  2 T W / t / (efficiency x peak), W the weights of the block's matrices
     core attention   2 T S q / t / (efficiency x 0.6 x peak): causal, the masked half is not counted;
-                     with context parallelism 0.3 instead, and 1 + 1/(2 cp) of the work (its dense masks)
+                     where a dense mask is needed 0.3 instead, and with context parallelism 1 + 1/(2 cp) of the work
     element-wise     2 x kept activations / memory bandwidth
     """
     t, tokens, device = (
@@ -90,7 +95,9 @@ def block_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
     query = config.model.num_attention_heads * config.model.kv_channels
     matrices = 2 * tokens * block_matrix_parameters(config.model) / t / speed
     cp = config.parallel.context_parallel_size
-    share, seen = (ATTENTION_SHARE, 1.0) if cp == 1 else (MASKED_SHARE, 1 + 1 / (2 * cp))
+    share, seen = ATTENTION_SHARE, 1.0
+    if attention_kernel(config) == "masked":
+        share, seen = MASKED_SHARE, (2 if cp == 1 else 1 + 1 / (2 * cp))
     attention = 2 * tokens * config.data.seq_length * query * seen / t / (speed * share)
     moved = ELEMENTWISE_PASSES * block_activations(config, None)
     return matrices, attention, moved / device.memory_bandwidth

@@ -18,12 +18,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.config import Config, ConfigError, TrainingConfig
+from megatron_lite.config import Config, ConfigError, ModelConfig, TrainingConfig
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed import seed_everything
 from megatron_lite.mesh import ParallelMesh, build_mesh
 from megatron_lite.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.model.kernels import AMPERE
 from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
@@ -143,7 +144,7 @@ def prepare(config: Config) -> tuple[Config, list[str]]:
     if config.parallel.compile:
         notes.append("without --compile: its fused kernels hold less than what is counted here")
         config = replace(config, parallel=replace(config.parallel, compile=False))
-    if config.data.reset_attention_mask and config.parallel.context_parallel_size == 1:
+    if config.data.reset_attention_mask:
         notes.append("without --reset-attention-mask: its block masks come to the activations")
         config = replace(config, data=replace(config.data, reset_attention_mask=False))
     if config.parallel.fsdp_cpu_offload:
@@ -212,7 +213,12 @@ class ValuelessAccounting(Accounting):
 
 
 class WeightlessChunk(GPTChunk):
-    """A chunk whose initial weights have shapes only: to draw them would read values."""
+    """A chunk whose initial weights have shapes only: to draw them would read values. Attends as on a GPU."""
+
+    def __init__(self, config: ModelConfig, *which: Any) -> None:
+        super().__init__(config, *which)
+        for layer in self.layers.values():
+            layer.attention.core.assumed_generation = AMPERE
 
     def initial_rows(self, name: str, shape: tuple[int, ...], rows: torch.Tensor, seed: int) -> torch.Tensor:
         """[R, *shape[1:]], nothing drawn."""

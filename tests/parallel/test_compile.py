@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from megatron_lite.mesh import build_mesh
 from megatron_lite.training.rehearsal import fake_world
+from tests.model.gpu_on_cpu import forced
 from tests.parity import make_batches, make_config, set_up
 
 LAYERS = 12  # more than dynamo's limit of 8 graphs for one function
@@ -37,6 +38,15 @@ ONE_GRAPH = {
     "cp, documents": {"cp": 2, "documents": True},
     "tp + sp, normed heads": SP | EVERY | {"model": {"qk_layernorm": True}},
 }
+# The branches of a GPU: flash attention without a mask, FlexAttention (whose CPU kernel has no backward: evaluation).
+GPU = {
+    "cp, bf16": {"cp": 2, "precision": "bf16"},
+    "cp, window, dropout, bf16, every module": EVERY
+    | {"cp": 2, "precision": "bf16", "model": {"window_size": (5, 0), "attention_dropout": 0.1}},
+    "cp, fp32": {"cp": 2, "evaluate": True},
+    "documents": {"documents": True, "evaluate": True},
+    "cp, documents, bf16": {"cp": 2, "documents": True, "precision": "bf16", "evaluate": True},
+}
 # Core attention outside of the graph, which it breaks.
 BROKEN = {
     "documents one by one": {"documents": True},
@@ -57,7 +67,7 @@ def train(monkeypatch):
         nn.Module, "compile", lambda self, **options: compile_module(self, backend=backend, **options)
     )
 
-    def run(model=None, documents=False, **row):
+    def run(model=None, documents=False, evaluate=False, **row):
         config = make_config(
             microbatches=2, compile=True, model={"num_layers": LAYERS} | (model or {}), **row
         )
@@ -67,7 +77,7 @@ def train(monkeypatch):
         with fake_world(0, config.parallel.world_size):
             _, pipeline = set_up(config, build_mesh(config, torch.device("cpu")))
             for batch in make_batches(2, steps=2, documents=documents):
-                pipeline.train_step(batch, 2, 1.0)
+                pipeline.eval_step(batch, 2) if evaluate else pipeline.train_step(batch, 2, 1.0)
         return counters["stats"]["unique_graphs"], len(calls), sum(counters["graph_break"].values())
 
     yield run
@@ -80,6 +90,13 @@ def test_training_is_one_graph(row, train):
     assert (graphs, breaks) == (1, 0)
     again = {"full": 2, "full, units of 5": 2, "cp, full": 2, "full, block": 1 + 5 / LAYERS}.get(row, 1)
     assert calls == 4 * LAYERS * again  # no layer ran without its graph
+
+
+@pytest.mark.parametrize("row", GPU)
+def test_a_gpu_trains_in_one_graph(row, train, monkeypatch):
+    with forced(monkeypatch):
+        graphs, calls, breaks = train(**GPU[row])
+    assert (graphs, calls, breaks) == (1, 4 * LAYERS, 0)
 
 
 @pytest.mark.parametrize("row", BROKEN)

@@ -26,7 +26,11 @@ def test_it_starts(tmp_path):
 
 
 def test_attention_that_differs_is_no_figure(monkeypatch):
-    monkeypatch.setattr(gpu.Documents, "first", lambda self, count: gpu.Documents(0 * self.ids, None))
+    class OneDocument(gpu.Documents):
+        def __init__(self, ids):
+            super().__init__(0 * ids)
+
+    monkeypatch.setattr(gpu, "Documents", OneDocument)
     with pytest.raises(RunError, match="not the same work: documents, one by one differs"):
         gpu.attention(gpu.torch.device("cpu"), quick=True, repeats=1)
 

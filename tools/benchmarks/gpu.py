@@ -18,7 +18,7 @@ from megatron_lite.data.command_line import RunError
 from megatron_lite.distributed import process_group
 from megatron_lite.environment import Environment
 from megatron_lite.model.attention import DotProductAttention
-from megatron_lite.model.documents import Documents
+from megatron_lite.model.documents import Documents, find_documents
 from megatron_lite.training.flops import peak_flops, tflops_per_device
 from megatron_lite.training.loop import Trainer
 from tools.benchmarks.baseline_model import (
@@ -238,8 +238,8 @@ def attention(device: torch.device, quick: bool, repeats: int) -> Table:
     ids = (
         torch.arange(seq_length, device=device).div(seq_length // 8, rounding_mode="floor").expand(batch, -1)
     )
-    documents = Documents(ids, config)
-    dense = documents.first(seq_length)
+    documents = find_documents(ids, config, ((seq_length, seq_length),), q)
+    dense = Documents(ids)
     outputs: dict[str, torch.Tensor] = {}
 
     def turn(name: str, seen: Documents | None) -> float:
@@ -251,7 +251,7 @@ def attention(device: torch.device, quick: bool, repeats: int) -> Table:
         outputs[name] = out.detach()
         return time.perf_counter() - started
 
-    inside = "documents, block mask" if documents.block_mask is not None else "documents, one by one"
+    inside = "documents, block mask" if documents.block_masks else "documents, one by one"
     contestants = {"no documents": None, inside: documents, "documents, dense mask": dense}
     seconds = take_turns(
         {name: lambda n=name, seen=seen: turn(n, seen) for name, seen in contestants.items()}, repeats, 2
