@@ -1,6 +1,8 @@
 """Schedules: the order of torch's classes, what they accept, and what theory says about bubble and memory."""
 
 from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron_lite.parallel.partition import placement_of, rank_of_stage
+from megatron_lite.parallel.pipeline import keep_forwards
 from megatron_lite.parallel.schedule import (
     SCHEDULES,
     Action,
@@ -42,13 +45,13 @@ CASES = [
 class RecordingStage:
     """Stands for a PipelineStage: no tensors, no process group; writes down what the schedule asks it to do."""
 
-    has_backward = True
     submod = torch.nn.Identity()
 
-    def __init__(self, index, pipeline_size, chunks):
+    def __init__(self, index, pipeline_size, chunks, has_backward=True):
         self.stage_index, self.group_rank = index, index % pipeline_size
         self.num_stages, self.group_size = pipeline_size * chunks, pipeline_size
         self.is_first, self.is_last = index == 0, index == self.num_stages - 1
+        self.has_backward = has_backward
         self.actions = []
 
     def forward_one_chunk(self, microbatch, *args, **kwargs):
@@ -56,33 +59,137 @@ class RecordingStage:
         return torch.zeros(())
 
     def backward_one_chunk(self, microbatch, *args, **kwargs):
-        self.actions.append(Action(self.stage_index, "B", microbatch))
+        if self.has_backward:
+            self.actions.append(Action(self.stage_index, "B", microbatch))
 
-    def _no_ops(self, microbatch):
-        return []
+    def get_fwd_recv_ops(self, microbatch):
+        return [] if self.is_first else [_message(self.stage_index - 1, "recv", "F", microbatch)]
 
-    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_ops
+    def get_fwd_send_ops(self, microbatch):
+        return [] if self.is_last else [_message(self.stage_index + 1, "send", "F", microbatch)]
+
+    def get_bwd_recv_ops(self, microbatch):
+        last = self.is_last or not self.has_backward
+        return [] if last else [_message(self.stage_index + 1, "recv", "B", microbatch)]
+
+    def get_bwd_send_ops(self, microbatch):
+        first = self.is_first or not self.has_backward
+        return [] if first else [_message(self.stage_index - 1, "send", "B", microbatch)]
 
     def perform_reduce_grad(self, factor):
         pass
 
 
+def _message(peer, way, kind, microbatch):
+    """One message as one of its two ranks sees it; `peer` as torch's P2POp calls the other one."""
+    return SimpleNamespace(peer=peer, way=way, kind=kind, microbatch=microbatch)
+
+
 def order_of_torch(name, pp, microbatches, chunks):
     """What torch runs, rank by rank. The single-stage classes are run: their own listing of it is off by one."""
     if name in ("gpipe", "1f1b"):
-        ranks = []
-        for rank in range(pp):
-            stage = RecordingStage(rank, pp, 1)
-            schedule = TORCH_CLASSES[name](stage, microbatches, loss_fn=lambda output, target: output)
-            schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
-            schedule._initialize_stage = lambda *args, **kwargs: None
-            empty = [()] * microbatches
-            schedule._step_microbatches(empty, [{}] * microbatches, [None] * microbatches)
-            ranks.append(stage.actions)
-        return ranks
+        return [run_single(name, pp, rank, microbatches)[0] for rank in range(pp)]
+    return [_flat(multi_schedule(name, pp, microbatches, chunks).pipeline_order[rank]) for rank in range(pp)]
+
+
+def run_single(name, pp, rank, microbatches, training=True):
+    """(actions, batches of messages) of one rank of a schedule with one stage a rank."""
+    stage, batches = RecordingStage(rank, pp, 1, training), []
+
+    def send_and_receive(messages, desc=None):
+        batches.extend([list(messages)] if messages else [])
+        return []
+
+    schedule = TORCH_CLASSES[name](stage, microbatches, loss_fn=lambda output, target: output)
+    schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
+    schedule._initialize_stage = lambda *args, **kwargs: None
+    schedule._has_backward = training
+    empty = [()] * microbatches
+    with mock.patch.object(torch_schedules, "_batch_p2p", send_and_receive):
+        schedule._step_microbatches(empty, [{}] * microbatches, [None] * microbatches)
+    return stage.actions, batches
+
+
+def multi_schedule(name, pp, microbatches, chunks):
     stages = [RecordingStage(chunk * pp, pp, chunks) for chunk in range(chunks)]
-    schedule = TORCH_CLASSES[name](stages, microbatches, loss_fn=lambda output, target: output)
-    return [_flat(schedule.pipeline_order[rank]) for rank in range(pp)]
+    return TORCH_CLASSES[name](stages, microbatches, loss_fn=lambda output, target: output)
+
+
+def batches_of_torch(name, pp, microbatches, chunks, training):
+    """Every rank's sends and receives, in the batches that are given to NCCL, one after the other."""
+    if name in ("gpipe", "1f1b"):
+        return [run_single(name, pp, rank, microbatches, training)[1] for rank in range(pp)]
+    schedule = multi_schedule(name, pp, microbatches, chunks)
+    if not training:
+        keep_forwards(schedule)
+    ranks = []
+    for rank in range(pp):
+        flat = [
+            part
+            for action in schedule.pipeline_order_with_comms[rank]
+            for part in action.sub_actions or (action,)
+        ]
+        batches = []
+        for action in flat:
+            way, _, kind = action.computation_type.name.partition("_")
+            if way in ("SEND", "RECV"):
+                other = action.stage_index + (1 if (way == "SEND") == (kind == "F") else -1)
+                peer = rank_of_stage(other, pp, placement_of(name))
+                batches.append([_message(peer, way.lower(), kind, action.microbatch_index)])
+        ranks.append(batches)
+    return ranks
+
+
+def exchange(ranks):
+    """Play the batches as NCCL does on one communicator: in order, each until all its messages met their other end.
+
+    Returns how many messages were exchanged; raises DeadlockError when none of the waiting ones fit.
+    """
+    waiting, done = [[list(batch) for batch in batches] for batches in ranks], 0
+    moved = True
+    while moved:
+        moved = False
+        for rank, batches in enumerate(waiting):
+            for mine in list(batches[0]) if batches else ():
+                there = waiting[mine.peer]
+                # Between two ranks the first unmatched send meets the first unmatched receive, whatever it is for.
+                theirs = next(
+                    (m for m in there[0] if m.peer == rank and m.way != mine.way) if there else iter(()), None
+                )
+                first = next(m for m in batches[0] if m.peer == mine.peer and m.way == mine.way)
+                if theirs is None or mine is not first:
+                    continue
+                assert (mine.kind, mine.microbatch) == (theirs.kind, theirs.microbatch), (rank, mine, theirs)
+                batches[0].remove(mine)
+                there[0].remove(theirs)
+                done, moved = done + 1, True
+                for each in (batches, there):
+                    if not each[0]:
+                        each.pop(0)
+                break
+    if any(waiting):
+        raise DeadlockError(str({rank: batches[0] for rank, batches in enumerate(waiting) if batches}))
+    return done
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks"), CASES)
+def test_sends_and_receives_never_wait_for_one_another(name, pp, chunks):
+    """The order of messages, in training and evaluation, as strictly as NCCL may take it on one stream."""
+    stages, v_shaped = pp * chunks, placement_of(name) != placement_of("1f1b")
+    for microbatches in {2 * pp, 2 * pp + 1, 3 * pp}:
+        if check_microbatches(name, pp, chunks, microbatches) is not None:
+            continue
+        between_ranks = microbatches * (stages - 1 - (v_shaped and chunks == 2))
+        assert exchange(batches_of_torch(name, pp, microbatches, chunks, True)) == 2 * between_ranks
+        assert exchange(batches_of_torch(name, pp, microbatches, chunks, False)) == between_ranks
+
+
+def test_a_deadlock_of_messages_is_found():
+    send, receive = _message(1, "send", "F", 0), _message(1, "recv", "B", 0)
+    other = [[_message(0, "send", "B", 0)], [_message(0, "recv", "F", 0)]]
+    with pytest.raises(DeadlockError):
+        exchange([[[send], [receive]], other])
+    assert exchange([[[send, receive]], [[*other[0], *other[1]]]]) == 2
 
 
 def _flat(order):
