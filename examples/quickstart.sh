@@ -58,7 +58,7 @@ MODEL+=(
     --hidden-dropout 0.0 --attention-dropout 0.0
 )
 PARALLEL=(
-    --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
+    --device cpu --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
 )
 TRAINING=(

@@ -107,7 +107,12 @@ def process_group(config: Config, environment: Environment) -> Iterator[tuple[to
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     card = {"device": device.type, "problem": problem, "host": socket.gethostname()}
     store, cards, restarted = meet(store, rank, world_size, card, timeout)
-    _check_devices(cards)
+    try:
+        _check_devices(cards)
+    except ConfigError:
+        if rank == 0:  # which may host the store that the others still read the cards from
+            time.sleep(1.0)
+        raise
     backend, bound = "gloo", None
     if device.type == "cuda":
         # NCCL alone: a mesh's groups inherit all of the world's backends, and each gloo one is a socket a rank.

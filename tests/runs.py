@@ -26,7 +26,7 @@ MODEL = """
 TRAINING = """
     --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr 0.01 --min-lr 0.001
     --lr-decay-style cosine --lr-warmup-iters 3 --weight-decay 0.1 --log-interval 1 --num-workers 0
-    --distributed-timeout-minutes 2 --tokenizer-type NullTokenizer --vocab-size 61 --seed 7
+    --distributed-timeout-minutes 2 --tokenizer-type NullTokenizer --vocab-size 61 --seed 7 --device cpu
 """
 
 

@@ -22,7 +22,7 @@ STEPS, RATE, DECAY, BATCH = 10, 3e-3, 0.1, 8
 FLAGS = f"""
     --use-checkpoint-args --seq-length 16 --micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS}
     --lr {RATE} --min-lr {RATE} --lr-decay-style constant --weight-decay {DECAY} --log-interval 1 --num-workers 0
-    --tokenizer-type NullTokenizer --split 90,5,5 --eval-iters 0 --distributed-timeout-minutes 2
+    --tokenizer-type NullTokenizer --split 90,5,5 --eval-iters 0 --distributed-timeout-minutes 2 --device cpu
     --save-interval {STEPS} --attention-dropout 0 --hidden-dropout 0
 """
 

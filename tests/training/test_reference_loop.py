@@ -39,7 +39,9 @@ LLAMA = """
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --log-interval 1 --eval-iters 0
     --split 90,5,5 --distributed-backend gloo
 """
-OURS = "--tokenizer-type NullTokenizer --num-workers 0 --distributed-timeout-minutes 2 --finetune"
+OURS = (
+    "--tokenizer-type NullTokenizer --num-workers 0 --distributed-timeout-minutes 2 --finetune --device cpu"
+)
 
 
 def learning_rate(step):
