@@ -13,7 +13,8 @@ everything is equal, 1 when not, 2 for a wrong flag.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,6 +63,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from megatron_lite.distributed import process_group, run_and_exit
 from megatron_lite.mesh import ParallelMesh, build_mesh, whole_tensor
@@ -73,12 +75,12 @@ from megatron_lite.parallel.pipeline import Batch, Pipeline
 from megatron_lite.training.evaluate import count_tokens, sum_loss
 from megatron_lite.training.gradients import clip_gradients, gradient_norm, scale_gradients
 from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.optimizer import build_optimizer, set_schedule
+from megatron_lite.training.optimizer import build_optimizer, construct, set_schedule
 
 RATE, DECAY = 1e-3, 0.1
-# What one process's error counts as at the least, in units of the format's rounding of the number itself: a sum may
-# come out right by luck.
-FLOOR = 8.0
+# What one process's error counts as at the least, relative to the number: a sum may come out right by luck. In a half
+# format it is the relative error of all its gradients together, which luck cannot make small (see rounding).
+FLOOR = 8 * torch.finfo(torch.float32).eps
 # A gradient that is zero but for rounding has what rounding leaves of the largest one.
 SMALLEST_GRADIENT = 0.01
 SHOWN = 8
@@ -232,11 +234,23 @@ def run_one_process(
         outcome.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         outcome.losses.append(loss.item())
         for optimizer in optimizers:
-            optimizer.step()
+            with Exact() if exact else nullcontext():
+                optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
         outcome.evaluation = mean_loss(model, batches[-1], config, device, dtype).item()
     return outcome
+
+
+class Exact(TorchFunctionMode):
+    """torch's Muon computes its update in bf16; here it does so in the format it is given."""
+
+    def __torch_function__(
+        self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if function is torch.Tensor.bfloat16:
+            return args[0].clone()
+        return function(*args, **(kwargs or {}))
 
 
 def initial_model(config: Config) -> GPTChunk:
@@ -262,7 +276,7 @@ def mean_loss(
 
 
 def torch_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """What --optimizer names, from torch, with decay on matrices only."""
+    """What --optimizer names, from torch, with decay on matrices only; another one as its row constructs it."""
     kind = config.optimizer.optimizer
     names = {n for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2}
     muon = [p for n, p in model.named_parameters() if kind == "muon" and n in names]
@@ -274,6 +288,8 @@ def torch_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optim
     settings = config.optimizer
     if kind == "sgd":
         return [torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)]
+    if kind not in ("adam", "muon"):
+        return [construct(groups, settings)]
     betas = (settings.adam_beta1, settings.adam_beta2)
     optimizers = [torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)]
     if muon:
@@ -282,26 +298,28 @@ def torch_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optim
     return optimizers
 
 
-def compare(
-    layout: Outcome, one_process: Outcome, truth: Outcome, unit: float, factor: float = FACTOR
-) -> list[Row]:
+def rounding(one_process: Outcome, truth: Outcome) -> float:
+    """The relative L2 error of one process's gradients, and FLOOR at the least."""
+    pairs = [(one_process.gradients[name], right) for name, right in truth.gradients.items()]
+    error, size = (
+        sum(t.square().sum().item() for t in tensors)
+        for tensors in ([one - right for one, right in pairs], [right for _, right in pairs])
+    )
+    return max(FLOOR, (error / size) ** 0.5 if size else 0.0)
+
+
+def compare(layout: Outcome, one_process: Outcome, truth: Outcome, factor: float = FACTOR) -> list[Row]:
     """All compared numbers. A gradient's row holds its largest absolute value and its largest error.
 
-    unit: the rounding of the format that the layout computes in. A parameter that one side lacks has an
-    infinite error. A scalar may be right by luck, so a step's are judged by the worst of all
-    up to it, which is also what the next step starts from.
+    A parameter that one side lacks has an infinite error. A scalar may be right by luck, so a step's are judged
+    by the worst of all up to it, which is also what the next step starts from.
     """
-    rows, worst = [], 0.0
+    floor = rounding(one_process, truth)
+    rows, worst = [], floor
     for right, seen, one in zip(truth.numbers(), layout.numbers(), one_process.numbers(), strict=True):
         worst = max([worst, *(abs(one[name] - value) / abs(value) for name, value in right.items())])
         rows += [
-            Row(
-                name,
-                value,
-                seen[name],
-                abs(seen[name] - value),
-                factor * max(worst, FLOOR * unit) * abs(value),
-            )
+            Row(name, value, seen[name], abs(seen[name] - value), factor * worst * abs(value))
             for name, value in right.items()
         ]
     largest = max(gradient.abs().max().item() for gradient in truth.gradients.values())
@@ -313,7 +331,7 @@ def compare(
             continue
         error, own = ((side - right).abs().max().item() for side in (seen, one))
         scale = max(sizes[0], SMALLEST_GRADIENT * largest)
-        rows.append(Row(f"gradient of {name}", *sizes, error, factor * max(own, FLOOR * unit * scale)))
+        rows.append(Row(f"gradient of {name}", *sizes, error, factor * max(own, floor * scale)))
     return rows
 
 
@@ -344,7 +362,7 @@ def judge(
 ) -> list[Row]:
     """The layout against one process, in its own format and in fp64."""
     one, truth = (run_one_process(config, batches, device, exact) for exact in (False, True))
-    return compare(layout, one, truth, torch.finfo(compute_dtype(config.precision)).eps, factor)
+    return compare(layout, one, truth, factor)
 
 
 def verify(config: Config, device: torch.device, steps: int, factor: float) -> tuple[str, bool]:

@@ -36,11 +36,15 @@ def parameter_groups(chunks: list[nn.Module], config: OptimizerConfig) -> Parame
 
 def build_optimizer(chunks: list[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that --optimizer names. Learning rate and weight decay are set before every step."""
+    return construct(parameter_groups(chunks, config), config)
+
+
+def construct(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that --optimizer names over these groups."""
     row = OPTIMIZERS[config.optimizer]
     module, name = row.factory.split(":")
     arguments = {key: _argument(config, value) for key, value in row.arguments.items()}
-    factory = getattr(importlib.import_module(module), name)
-    optimizer = factory(parameter_groups(chunks, config), lr=config.lr, **arguments)
+    optimizer = getattr(importlib.import_module(module), name)(groups, lr=config.lr, **arguments)
     optimizer.row = row
     return optimizer
 
@@ -79,8 +83,6 @@ def named_state(
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     """The state of one parameter, with the values that the optimizer would start from."""
     state = optimizer.state[parameter]
-    if state:
-        return state
     row: OptimizerRow = optimizer.row
     orthogonal = row.matrix_state is not None and any(
         parameter is member
@@ -88,7 +90,17 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
         if group["orthogonal"]
         for member in group["params"]
     )
-    for name, kind in (row.matrix_state if orthogonal else row.state).items():
+    kinds = row.matrix_state if orthogonal else row.state
+    if state:
+        # What the row does not name would be missing after a resume, without a word.
+        kept = {name for name, value in state.items() if value is not None}
+        if kept != set(kinds) or not all(isinstance(state[name], torch.Tensor) for name in kept):
+            raise ValueError(
+                f"config/optimizers.py names the state {sorted(kinds)} for {row.factory}, which keeps "
+                f"{ {name: type(state[name]).__name__ for name in sorted(kept)} }; wanted: the same names, all tensors"
+            )
+        return state
+    for name, kind in kinds.items():
         value = torch.zeros((), device=parameter.device) if kind == SCALAR else torch.zeros_like(parameter)
         state[name] = value.fill_(row.initial[name]) if name in row.initial else value
     return state

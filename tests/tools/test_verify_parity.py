@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.arguments import parse_arguments
+from megatron_lite.config.optimizers import FULL, OPTIMIZERS, SCALAR, OptimizerRow
 from megatron_lite.environment import Environment
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.model.gpt import GPTChunk
@@ -30,9 +31,9 @@ FLAGS = """
 LAYOUT = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
 
-def config_of(flags, world_size=4):
+def config_of(flags, world_size=4, precision="fp32"):
     config = parse_arguments(flags.split(), Environment(world_size=world_size, launched=True))
-    return verify_parity.comparable(verify_parity.with_any_vocabulary(config), "fp32")
+    return verify_parity.comparable(verify_parity.with_any_vocabulary(config), precision)
 
 
 def _verify(config, fault=None):
@@ -154,24 +155,32 @@ def test_a_planted_fault_is_found(fault):
 
 
 @pytest.mark.parametrize(
+    ("fault", "marked"),
+    [
+        ("norm_of_one_shard", "gradient norm of step 0"),
+        ("doubled_tied_gradient", "gradient of embedding.word_embeddings.weight"),
+    ],
+)
+def test_a_half_format_hides_no_fault(fault, marked):
+    """bf16 rounds by 0.4%: no reason to take a norm of one shard, 30% or 40% off, for equal."""
+    report, equal = run_ranks(
+        _verify, 4, config_of(f"{FLAGS} {LAYOUT} --bf16", precision="keep"), fault, init=True
+    )[0]
+    assert not equal and _line(report, marked).endswith("<-- differs"), report
+
+
+@pytest.mark.parametrize(
     "layout",
     [
         LAYOUT,
         "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --optimizer sgd"
         " --reset-attention-mask --reset-position-ids",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --optimizer muon",
     ],
 )
 def test_a_right_layout_is_equal(layout):
     report, equal = run_ranks(_verify, 4, config_of(f"{FLAGS} {layout}"), init=True)[0]
     assert equal, report
-
-
-def test_muon_is_equal_up_to_its_first_update():
-    """It computes in bf16, so what comes after its first update is equal to that rounding only."""
-    flags = f"{FLAGS} --pipeline-model-parallel-size 2 --pipeline-schedule zbv --optimizer muon"
-    report, _ = run_ranks(_verify, 4, config_of(flags), init=True)[0]
-    marked = [line for line in report.splitlines() if line.endswith("differs")]
-    assert all("step 1" in line or line.startswith("evaluation") for line in marked), report
 
 
 def test_a_large_run_keeps_its_layout_and_loses_its_size():
@@ -222,14 +231,27 @@ def test_a_layout_may_round_as_one_process_does_and_a_few_times_more():
         return verify_parity.Outcome([loss] * 2, [1.0] * 2, {"a": torch.full((2,), gradient)}, 1.0)
 
     def failed(layout, one):
-        rows = verify_parity.compare(layout, one, outcome(1.0, 1.0), unit=1e-7, factor=8)
+        rows = verify_parity.compare(layout, one, outcome(1.0, 1.0), factor=8)
         return [row.name for row in rows if row.fails]
 
     exact = outcome(1.0, 1.0)
-    assert failed(outcome(1 + 6e-6, 1 + 6e-6), exact) == []
-    assert failed(outcome(1 + 7e-6, 1 + 7e-6), exact) == ["loss of step 0", "loss of step 1", "gradient of a"]
+    assert failed(outcome(1 + 7e-6, 1 + 7e-6), exact) == []
+    assert failed(outcome(1 + 9e-6, 1 + 9e-6), exact) == ["loss of step 0", "loss of step 1", "gradient of a"]
     assert failed(outcome(1 + 7e-4, 1 + 7e-4), outcome(1 + 1e-4, 1 - 1e-4)) == []
     assert failed(outcome(1 + 9e-4, 1 + 9e-4), outcome(1 + 1e-4, 1 - 1e-4)) != []
     assert failed(outcome(float("nan"), 1.0), exact) == ["loss of step 0", "loss of step 1"]
+    # A loss that is right by luck is judged by what the gradients show of the format's rounding.
+    assert failed(outcome(1 + 7e-4, 1.0), outcome(1.0, 1 + 1e-4)) == []
     without = verify_parity.Outcome([1.0] * 2, [1.0] * 2, {}, 1.0)
     assert failed(without, exact) == ["gradient of a"]
+
+
+def test_a_new_optimizer_is_judged_by_itself_in_one_process(monkeypatch):
+    row = OptimizerRow("torch.optim:Adagrad", {"eps": "adam_eps"}, {"step": SCALAR, "sum": FULL})
+    monkeypatch.setitem(OPTIMIZERS, "adagrad", row)
+    config = config_of(FLAGS)
+    config = replace(config, optimizer=replace(config.optimizer, optimizer="adagrad", adam_eps=1e-5))
+    model = GPTChunk(config.model, range(config.model.num_layers))
+    (optimizer,) = verify_parity.torch_optimizers(config, model)
+    assert type(optimizer) is torch.optim.Adagrad and optimizer.defaults["eps"] == 1e-5
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [verify_parity.DECAY, 0.0]

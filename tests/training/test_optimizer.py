@@ -5,10 +5,16 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
-from megatron_lite.config.optimizers import ADAM_STATE, FULL, OPTIMIZERS, OptimizerRow
+from megatron_lite.config import OptimizerConfig
+from megatron_lite.config.optimizers import ADAM_STATE, FULL, OPTIMIZERS, SCALAR, OptimizerRow
+from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.training.optimizer import build_optimizer, named_state
+from tests.parity import MODEL
 from tests.ranks import free_port
 from tests.runs import ROOT, flags, training_steps, write_data
 
@@ -80,3 +86,43 @@ def test_bytes_by_row():
         "muon": 8 * 40 + 4 * 60,
     }
     assert OptimizerRow("x:y", state=ADAM_STATE | {"third": FULL}).bytes_of(10, 5) == 120
+
+
+@pytest.mark.parametrize(
+    ("kept", "text"),
+    [({"sum": 1.0}, "'step'"), ({"sum": 1.0, "step": 3}, "'int'"), ({"sum": 1.0, "more": 1.0}, "'more'")],
+)
+def test_state_that_the_row_does_not_name_is_an_error_not_a_loss(kept, text):
+    """A checkpoint without it would resume with another state."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [parameter], "orthogonal": False}])
+    optimizer.row = OptimizerRow("torch.optim:SGD", state={"step": SCALAR, "sum": FULL})
+    assert [name for name, _ in named_state([("a", parameter)], optimizer)] == [
+        "optimizer.step.a",
+        "optimizer.sum.a",
+    ]
+    optimizer.state[parameter] = {k: torch.ones(2) if isinstance(v, float) else v for k, v in kept.items()}
+    with pytest.raises(ValueError, match=text):
+        list(named_state([("a", parameter)], optimizer))
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_rows_name_the_state_that_their_optimizers_keep(name):
+    """So do the values that it starts from: what is made before the first step is what the step would make."""
+    chunk = GPTChunk(replace(MODEL, num_layers=1), range(1))
+    optimizer = build_optimizer([chunk], OptimizerConfig(optimizer=name, lr=0.1))
+    for made_first in (True, False):
+        optimizer.state.clear()
+        if made_first:
+            dict(named_state(chunk.named_global_parameters(), optimizer))
+        for parameter in chunk.parameters():
+            torch.nn.init.ones_(parameter)
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        found = dict(named_state(chunk.named_global_parameters(), optimizer))
+        weights = [p.detach().clone() for p in chunk.parameters()]
+        if made_first:
+            first = found, weights
+    assert first[0].keys() == found.keys()
+    assert all(torch.equal(first[0][key], value) for key, value in found.items())
+    assert all(map(torch.equal, first[1], weights))
