@@ -304,11 +304,23 @@ def _left_over(config: Config) -> list[str]:
     ]
 
 
+def _evaluation_data(config: Config) -> tuple[bool, bool]:
+    """Whether the flags name data for validation and for the test."""
+    data = config.data
+    weights = [float(weight) for weight in (data.split or "0,0,0").split(",")]
+    validation = weights[1] or data.valid_data_path or data.per_split_data_args_path
+    return bool(validation), bool(weights[2] or data.test_data_path)
+
+
 def _idle_flags(config: Config) -> list[str]:
     """Notes on flags that were given and do nothing in this combination, as in Megatron."""
     checkpoint, model = config.checkpoint, config.model
     rope = model.position_embedding_type == "rope"
+    validation, test = _evaluation_data(config)
+    evaluation = ("eval_iters", "eval_global_batch_size", "full_validation")
     conditions = (
+        ("without data for validation", validation, ("eval_interval",)),
+        ("without data for validation or test", validation or test, evaluation),
         (
             "without --save",
             checkpoint.save,

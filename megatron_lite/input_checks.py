@@ -1,11 +1,11 @@
 """Checks of where things come from and go to: data, tokenizer, checkpoints, logs; and whether the files are there."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, refuse_together
+from megatron_lite.data.blends import plan_data
 
 
 def check_not_empty(config: Config) -> None:
@@ -19,17 +19,13 @@ def check_not_empty(config: Config) -> None:
 
 def check_data_source(config: Config) -> None:
     data = config.data
-    per_split = [
-        f"--{name}-data-path"
-        for name in ("train", "valid", "test")
-        if getattr(data, f"{name}_data_path") is not None
-    ]
+    per_split = _given_paths(config)
     sources = [
         "--data-path" if data.data_path is not None else None,
         "--data-args-path" if data.data_args_path else None,
         "--per-split-data-args-path" if data.per_split_data_args_path else None,
         "--mock-data" if data.mock_data else None,
-        "/".join(per_split) or None,
+        per_split or None,
     ]
     refuse_together(*sources, because="training has one source of data")
     if not any(sources) and not config.command.planning:
@@ -37,16 +33,10 @@ def check_data_source(config: Config) -> None:
     by_split = per_split or data.per_split_data_args_path
     if by_split and data.split is not None:
         raise ConfigError(
-            f"--split {data.split} and {'/'.join(per_split) or '--per-split-data-args-path'} cannot be given together: "
+            f"--split {data.split} and {per_split or '--per-split-data-args-path'} cannot be given together: "
             "the paths are split already"
         )
-    if per_split and data.train_data_path is None and not config.training.skip_train:
-        raise ConfigError(f"{'/'.join(per_split)} without --train-data-path: there is nothing to train on")
-    _check_there_is_training_data(config)
-    for name in ("data", "train_data", "valid_data", "test_data"):
-        words = getattr(data, f"{name}_path")
-        if words is not None and not words:
-            raise ConfigError(f"--{name.replace('_', '-')}-path is empty, wanted at least one PREFIX")
+    _check_data_plan(config)
     if data.tokenizer_type is None and not config.command.planning:
         raise ConfigError("--tokenizer-type is needed (for --mock-data alone, --vocab-size is enough)")
     needs = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": (), None: ()}
@@ -57,22 +47,32 @@ def check_data_source(config: Config) -> None:
         raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
 
 
-def _check_there_is_training_data(config: Config) -> None:
+def _check_data_plan(config: Config) -> None:
+    """Refuse what cannot be read as data, and training without training data; files of paths if they are here."""
     data, training = config.data, config.training
-    if training.skip_train or 0 in (training.train_iters, training.train_samples):
+    files = [path for path in (data.data_args_path, data.per_split_data_args_path) if path is not None]
+    named = data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path
+    for name, words in zip(("data", "train-data", "valid-data", "test-data"), named):
+        if words is not None and not words:
+            raise ConfigError(f"--{name}-path is empty, wanted at least one PREFIX")
+    given = data.mock_data or any(named)
+    if not (all(Path(path).is_file() for path in files) if files else given):
         return
-    if data.split is not None and float(data.split.split(",")[0]) == 0:
+    plan = plan_data(data)
+    if plan.sets["train"] or training.skip_train or 0 in (training.train_iters, training.train_samples):
+        return
+    if data.split is not None:
         raise ConfigError(
             f"--split {data.split} gives training nothing, wanted a first weight above 0, or --skip-train"
         )
-    if data.per_split_data_args_path and Path(data.per_split_data_args_path).is_file():
-        try:
-            named = json.loads(Path(data.per_split_data_args_path).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return  # what is wrong with the file is said where it is read
-        if isinstance(named, dict) and not named.get("train"):
-            flag = f"--per-split-data-args-path {data.per_split_data_args_path}"
-            raise ConfigError(f"{flag} names no data for train, wanted some, or --skip-train")
+    flag = f"--per-split-data-args-path {files[0]}" if files else _given_paths(config)
+    raise ConfigError(f"{flag}: no data for train, wanted some, or --skip-train")
+
+
+def _given_paths(config: Config) -> str:
+    """The flags that name the data of one split, as far as they were given."""
+    names = ("train", "valid", "test")
+    return "/".join(f"--{n}-data-path" for n in names if getattr(config.data, f"{n}_data_path") is not None)
 
 
 def missing_files(config: Config) -> list[str]:

@@ -219,6 +219,7 @@ CONTRADICTIONS = [
         ["3 decoder layers", "--num-layers is 4"],
     ),
     ("--data-path x", 1, ["--data-path and --mock-data"]),
+    ("--split 0,1,0", 1, ["--split 0,1,0 gives training nothing", "--skip-train"]),
     ("--train-data-path x --valid-data-path y", 1, ["--mock-data and --train-data-path/--valid-data-path"]),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, ["GPT2BPETokenizer needs --merge-file"]),
     ("--tokenizer-type HuggingFaceTokenizer", 1, ["HuggingFaceTokenizer needs --tokenizer-model"]),
@@ -335,6 +336,8 @@ def test_prefixes(words, prefixes):
     [
         ("--save-interval 5 --async-save", "--save-interval, --async-save do nothing without --save"),
         ("--no-load-rng", "--no-load-rng does nothing without --load"),
+        ("--split 1,0,0 --eval-interval 2", "--eval-interval does nothing without data for validation"),
+        ("--split 1,0,0 --eval-iters 2", "--eval-iters does nothing without data for validation or test"),
         ("--finetune", "--finetune does nothing without --load"),
         (
             "--microbatch-group-size-per-virtual-pipeline-stage 4",
@@ -368,3 +371,24 @@ def test_a_refusal_names_the_flag_that_was_given():
     ):
         with pytest.raises(ConfigError, match=says):
             parse_arguments([*base.split(), *words.split()], Environment())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--data-path 0 a 1 b", "--data-path: the weight of a is 0, wanted a number above 0"),
+        ("--data-path 0.3 a 0.7", "--data-path ends with the weight 0.7, wanted a prefix"),
+        ("--valid-data-path a", "--valid-data-path: no data for train, wanted some, or --skip-train"),
+        ("--per-split-data-args-path {}", "valid is 3, wanted a list of words"),
+        ("--data-args-path /nowhere", None),  # a plan is made where the data need not be
+    ],
+)
+def test_check_refuses_the_data_that_a_run_refuses(tmp_path, flags, says):
+    (tmp_path / "p.json").write_text('{"train": ["a"], "valid": 3}')
+    words = BASE.replace("--mock-data", flags.format(tmp_path / "p.json")).split()
+    if says is None:
+        assert parse_arguments([*words, "--check"], Environment()).data.data_args_path == "/nowhere"
+        return
+    with pytest.raises(ConfigError) as error:
+        parse_arguments([*words, "--check"], Environment())
+    assert says in str(error.value)

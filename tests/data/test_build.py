@@ -452,7 +452,7 @@ def test_a_blend_may_be_lengthened_as_long_as_its_samples_come_in_the_same_order
     [
         ({"split": "0,1,0"}, "--split 0,1,0 gives training nothing"),
         ({"split": "0,0,1"}, "--split 0,0,1 gives training nothing"),
-        ({"per_split": {"valid": ["corpus"]}}, "names no data for train"),
+        ({"per_split": {"valid": ["corpus"]}}, "no data for train"),
     ],
 )
 def test_training_without_training_data_is_refused(corpus, tmp_path, data, says):
