@@ -54,7 +54,9 @@ class RotaryEmbedding:
         return cached
 
     def _rotation(self, positions: torch.Tensor, device: torch.device) -> "Rotation":
-        angles = positions[..., None].float() * self._frequencies.to(device)  # [B|1, S, R/2]
+        if self._frequencies.device != device:
+            self._frequencies = self._frequencies.to(device)  # once: the host waits for a copy to a GPU
+        angles = positions[..., None].float() * self._frequencies  # [B|1, S, R/2]
         if self.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
         else:

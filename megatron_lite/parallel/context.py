@@ -24,10 +24,15 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def positions_of_rank(seq_length: int, rank: int, size: int) -> torch.Tensor:
-    """The positions [S / size] that one context rank holds, ascending: chunks rank and 2 * size - 1 - rank."""
+def positions_of_rank(
+    seq_length: int, rank: int, size: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """The positions [S / size] that one context rank holds, ascending: chunks rank and 2 * size - 1 - rank.
+
+    Made on the device: the host would wait for a copy to a GPU.
+    """
     assert seq_length % (2 * size) == 0, f"--seq-length {seq_length} in {2 * size} equal chunks"
-    chunks = torch.arange(seq_length).chunk(2 * size)
+    chunks = torch.arange(seq_length, device=device).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
@@ -40,7 +45,7 @@ def my_part_of_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
     if size == 1:
         return batch
     rows, seq_length = batch["tokens"].shape
-    mine = positions_of_rank(seq_length, mesh.rank("cp"), size).to(batch["tokens"].device)
+    mine = positions_of_rank(seq_length, mesh.rank("cp"), size, batch["tokens"].device)
     out = {key: t if key == "document_ids" else t[:, mine] for key, t in batch.items()}
     out.setdefault("position_ids", mine.expand(rows, -1))
     return out
