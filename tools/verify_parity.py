@@ -29,7 +29,7 @@ from megatron_lite.parallel.miniature import VOCABULARY, describe_change, miniat
 
 # A layout adds up the same numbers in another order and in other pieces, on kernels chosen by other shapes: its error
 # is that of one process in the same format times a chance factor. Over all layouts of the tests and five kinds of CPU
-# kernels that was at most 3; a mistake in a layout is orders of magnitude larger.
+# kernels that was at most 3.3; a mistake in a layout is orders of magnitude larger.
 FACTOR = 8.0
 
 
