@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.config import Config, ConfigError, DataConfig, ParallelConfig, TrainingConfig
+from megatron_lite.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_lite.data.loader import Loader, LoaderStalledError
 from megatron_lite.data.order import SampleOrder, permute
 from megatron_lite.data.samples import SampleOptions, Samples
@@ -180,6 +180,16 @@ def test_labels_and_reset_arrays_come_along():
     ]
     assert batch["document_ids"][2].tolist() == [0] * 4 + [1] * 4
     assert batch["labels"][2].tolist() == [2001, 2002, 2003, -100, 2005, 2006, 2007, 2008]
+
+
+@pytest.mark.parametrize(("dropout", "where"), [(0.1, "cpu"), (0.0, "meta")])
+def test_document_ids_stay_on_the_host_where_attention_drops(dropout, where):
+    """There the host reads the documents' lengths; the meta device stands for a GPU."""
+    config = replace(config_of(micro=2), model=ModelConfig(attention_dropout=dropout))
+    loader = Loader(Numbered(4, eod=2003, reset_attention_mask=True), config, 0, 1, 0, "meta")
+    batch = loader.next_batch(4)
+    loader.close()
+    assert (batch["tokens"].device.type, batch["document_ids"].device.type) == ("meta", where)
 
 
 def test_it_reads_ahead_as_much_as_a_step_and_no_more():
