@@ -26,7 +26,7 @@ DATA_ARGS=(
 )
 LOGGING_ARGS=(
     --save "$SAVE" --load "$SAVE" --save-interval 100 --eval-interval 100 --eval-iters 5
-    --log-interval 10 --log-throughput
+    --log-interval 10 --log-throughput --device cpu
 )
 
 exec python pretrain_gpt.py "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"
