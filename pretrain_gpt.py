@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 
-from megatron_lite.arguments import parse_or_exit
+from megatron_lite.arguments import parse_or_exit, print_and_exit
 from megatron_lite.checkpoint import stored_config
 from megatron_lite.config import Config
 from megatron_lite.environment import Environment
@@ -19,8 +19,7 @@ if __name__ == "__main__":  # --help, --check and a wrong flag are answered befo
     CONFIG = parse_or_exit(sys.argv[1:], ENVIRONMENT, stored_config)
     logging.basicConfig(level=CONFIG.logging.logging_level)
     if CONFIG.command.check:
-        print(describe_run(CONFIG))
-        sys.exit(0)
+        print_and_exit(describe_run(CONFIG))
 
 # ruff: noqa: E402
 
@@ -111,7 +110,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         test = Evaluator(config, pipeline, mesh, datasets.test, build_loader, stop.asked)
         reason = None
         if not config.training.skip_train:
-            with profiled(config, environment.rank, device) as a, timeline(config, mesh, pipeline) as b:
+            with profiled(config, mesh, state.iteration) as a, timeline(config, mesh, pipeline) as b:
                 trainer = Trainer(
                     config=config,
                     mesh=mesh,

@@ -22,7 +22,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, run, write_aside
+from megatron_lite.data.command_line import Parser, make_folder_of, run, write_aside
 from megatron_lite.data.indexed_dataset import IndexedDataset, sync_folder, write_index
 from megatron_lite.data.journal import disk_error
 from megatron_lite.foreign_files import foreign_file
@@ -153,6 +153,7 @@ def main(argv: Sequence[str]) -> None:
     prefixes = find_prefixes(arguments.input)
     if Path(output).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise ConfigError(f"--output-prefix '{output}' is one of the inputs, wanted another name")
+    make_folder_of(Path(output), "--output-prefix")
     started = time.perf_counter()
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     about = [read_about(prefix) for prefix in prefixes]
@@ -161,7 +162,6 @@ def main(argv: Sequence[str]) -> None:
     if unknown and len(prefixes) > 1:
         print(f"note: no .json beside {unknown[0]}, so its tokenizer cannot be compared", file=sys.stderr)
     try:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
         merge(datasets, output, None if unknown else about[0])
     except OSError as error:
         raise disk_error(error, output) from None

@@ -25,7 +25,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.data.command_line import Parser, make_folder_of, number, run
 from megatron_lite.data.documents import (
     Chunk,
     Extent,
@@ -262,7 +262,7 @@ def preprocess(arguments: Namespace) -> None:
         max_document_bytes=source.max_document_bytes,
     )
     names = output_names(arguments)
-    Path(names[0]).parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(Path(names[0]), "--output-prefix")
     shard = f".{arguments.shard_id:05d}" if arguments.num_shards > 1 else ""
     wanted = signature(source, options, tokenizer)
     journal = Journal(f"{arguments.output_prefix}{shard}", names, options.dtype, wanted, arguments.resume)

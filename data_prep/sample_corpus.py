@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, number, run
+from megatron_lite.data.command_line import Parser, make_folder_of, number, run
 
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
@@ -120,13 +120,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", required=True, type=Path, help="the .jsonl file to write")
     parser.add_argument(
         "--megabytes",
-        type=number(0.001, float),
+        type=number(0.001, float, 1e9),
         help="stop at the document that reaches so much text; without it everything, at least 10 MB",
     )
     arguments = parser.parse_args(argv)
     limit = None if arguments.megabytes is None else int(arguments.megabytes * 1e6)
-    if not arguments.output.parent.is_dir():
-        raise ConfigError(f"--output '{arguments.output}': its folder does not exist")
+    make_folder_of(arguments.output, "--output")
     library = Path(sysconfig.get_paths()["stdlib"])
     count, size = write_corpus(arguments.output, library, limit or 10_000_000, limit)
     print(f"{arguments.output}: {count:,} documents, {size / 1e6:.2f} MB of text, from {library}")

@@ -21,7 +21,7 @@ import sentencepiece
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, number, run, write_aside
+from megatron_lite.data.command_line import Parser, make_folder_of, number, run, write_aside
 from megatron_lite.data.documents import (
     CHUNK_BYTES,
     Source,
@@ -138,8 +138,7 @@ def train(texts: Sequence[str], vocab_size: int, characters: set[str], special: 
 def main(argv: Sequence[str]) -> None:
     """Parse `argv`, train, write the model."""
     arguments = build_parser().parse_args(argv)
-    if not arguments.output.parent.is_dir():
-        raise ConfigError(f"--output '{arguments.output}': its folder does not exist")
+    make_folder_of(arguments.output, "--output")
     started = time.perf_counter()
     sources = [identify(path) for path in find_files(arguments.input)]
     size = int(arguments.sample_megabytes * 1e6)
@@ -182,7 +181,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--sample-megabytes",
-        type=number(0.001, float),
+        type=number(0.001, float, 1e9),
         default=50.0,
         help="train on an evenly spaced sample of so much of the input (default: 50)",
     )

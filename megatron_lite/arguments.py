@@ -5,6 +5,7 @@
 
 import argparse
 import difflib
+import os
 import re
 import shlex
 import sys
@@ -65,9 +66,7 @@ def parse_or_exit(
     read_stored is called with --use-checkpoint-args and returns the stored configuration of the checkpoint to load.
     """
     if {"-h", "--help"} & set(argv):
-        if environment.rank == 0:
-            print(build_parser().format_help())
-        sys.exit(0)
+        print_and_exit(build_parser().format_help() if environment.rank == 0 else "")
     try:
         config = parse_arguments(argv, environment)
         if config.checkpoint.use_checkpoint_args:
@@ -75,6 +74,15 @@ def parse_or_exit(
     except ConfigError as error:
         exit_with_error(error, environment)
     return config
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Print and leave with code 0; quietly when nobody reads on (`--help | head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 def exit_with_error(error: ConfigError, environment: Environment) -> NoReturn:

@@ -288,8 +288,9 @@ def run_and_exit(main: Callable[[], int], environment: Environment) -> None:
             time.sleep(SECONDARY_ERROR_DELAY_S)
         print(f"[rank {environment.rank}] {traceback.format_exc()}", file=sys.stderr)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads on
+            stream.flush()
     os._exit(code)
 
 

@@ -1,5 +1,6 @@
 """Checks of where things come from and go to: data, tokenizer, checkpoints, logs; and whether the files are there."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -172,3 +173,21 @@ def check_logging(config: Config) -> None:
             f"--timeline-step-end {logging.timeline_step_end} is not after --timeline-step-start "
             f"{logging.timeline_step_start}"
         )
+    if config.command.planning:
+        return
+    if logging.profile:
+        _check_can_be_made(profile_folder(config), f"--profile writes to {profile_folder(config)}")
+    if logging.timeline is not None:
+        _check_can_be_made(Path(logging.timeline).parent, f"--timeline {logging.timeline}")
+
+
+def profile_folder(config: Config) -> Path:
+    """Where --profile's traces go."""
+    return Path(config.logging.tensorboard_dir or config.checkpoint.save or ".")
+
+
+def _check_can_be_made(folder: Path, flag: str) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "is not a folder" if not there.is_dir() else "cannot be written to"
+        raise ConfigError(f"{flag}, but {there} {what}, wanted a folder that is there or can be made")

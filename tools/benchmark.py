@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from megatron_lite.data.command_line import Parser, number, run, write_aside
+from megatron_lite.data.command_line import Parser, make_folder_of, number, run, write_aside
 from tools.benchmarks import (
     checkpoint,
     fsdp,
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(f"{name:12} {suite.__doc__.splitlines()[0]}" for name, suite in SUITES.items()))
         return
     if own.output is not None:
-        own.output.mkdir(parents=True, exist_ok=True)
+        make_folder_of(own.output / "results.json", "--output")
     options = Options(1 if own.quick else own.repeats, own.quick, own.peers, own.output)
     results: dict[str, list[Table]] = {}
     if not own.json:

@@ -31,6 +31,8 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("wanted one of --load and --hf-model")
     if arguments.temperature == 0 and (arguments.top_k or arguments.top_p):
         raise ConfigError("--top-k and --top-p choose by chance, wanted a --temperature above 0 with them")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no CUDA device here, wanted cpu or no --device")
     config, read, flags_of_tokenizer = open_model(arguments.load, arguments.ckpt_step, arguments.hf_model)
     if arguments.tokenizer_type is not None:
         tokenizer = build_tokenizer(tokenizer_config(arguments), config.vocab_size)
@@ -97,7 +99,7 @@ def build_parser() -> Parser:
     parser.add_argument("--temperature", type=number(0, float), default=0.0, help="0 (default): no chance")
     parser.add_argument("--top-k", type=number(1), help="draw among the K likeliest tokens")
     parser.add_argument(
-        "--top-p", type=number(0.0, float, 1.0), help="draw among the likeliest that sum to P"
+        "--top-p", type=number(1e-6, float, 1.0), help="draw among the likeliest that sum to P"
     )
     parser.add_argument("--seed", type=number(0), default=1234, help="of what is drawn (default: 1234)")
     parser.add_argument("--ignore-eod", action="store_true", help="go on after an end of document")

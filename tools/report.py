@@ -7,22 +7,21 @@ The page holds everything itself (no script from elsewhere, no network); it foll
 """
 
 import html
-import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.compare import read_stored_config
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.data.command_line import Parser, run, write_aside
+from megatron_lite.data.command_line import Parser, make_folder_of, run, write_aside
 from megatron_lite.model.costs import model_costs
 from megatron_lite.parallel.partition import describe, plan_from_config
+from megatron_lite.training.metrics_file import MetricsFile, Record, read_metrics
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 240, 64, 28, 12, 12
 MOST_POINTS = 600
@@ -61,6 +60,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
 svg text { fill: var(--quiet); font-size: 12px; } svg .grid { stroke: var(--line); }
+svg .restart { stroke: var(--quiet); stroke-dasharray: 3 3; }
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .8rem; }
 table { border-collapse: collapse; } td, th { padding: .15rem .9rem .15rem 0; text-align: left; }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 .8em; }
@@ -75,40 +75,10 @@ class Series:
     points: tuple[tuple[float, float], ...]
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; what a resumed run did again replaces what stood there.
-
-    Raises:
-        ConfigError: the file cannot be read or a line is no record.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            iteration = record["iteration"]
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                continue  # cut off by a kill
-            raise ConfigError(
-                f"{path}:{number} is no record of a run, wanted JSON with an iteration"
-            ) from None
-        if "lm loss" in record:
-            while records and records[-1]["iteration"] >= iteration and "lm loss" in records[-1]:
-                records.pop()
-        records.append(record)
-    if not any("lm loss" in record for record in records):
-        raise ConfigError(f"{path} holds no training step")
-    return records
-
-
-def series(records: Iterable[dict[str, Any]], key: str, name: str, factor: float) -> Series:
-    """The values of one key; those that were not finite are left out."""
-    points = [(r["iteration"], r[key] * factor) for r in records if isinstance(r.get(key), int | float)]
-    return Series(name, tuple(thinned(points)))
+def series(records: Iterable[Record], key: str, name: str, factor: float) -> Series:
+    """The values of one key, the last of each iteration; those that were not finite are left out."""
+    values = {r["iteration"]: r[key] * factor for r in records if r.get(key) is not None}
+    return Series(name, tuple(thinned(sorted(values.items()))))
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -123,8 +93,8 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def chart(title: str, lines: Sequence[Series], logarithmic: bool) -> str:
-    """A figure with axes, grid and a key; empty when there is nothing to draw."""
+def chart(title: str, lines: Sequence[Series], logarithmic: bool, restarts: Sequence[int] = ()) -> str:
+    """A figure with axes, grid, a key and a dashed line at each restart; empty when there is nothing to draw."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
@@ -144,6 +114,13 @@ def chart(title: str, lines: Sequence[Series], logarithmic: bool) -> str:
         return f"{across:.1f},{down:.1f}"
 
     parts = [_grid(low, high, left, right, logarithmic)]
+    for iteration in restarts:
+        if left <= iteration <= right:
+            x = LEFT + (iteration - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+            parts.append(
+                f'<line class="restart" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+                f"<title>restarted: from iteration {iteration:,} on again</title></line>"
+            )
     keys = []
     for colour, line in zip(COLOURS * len(lines), lines):
         if len(line.points) == 1:
@@ -182,36 +159,46 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(number * step, 12) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def summary(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def summary(metrics: MetricsFile) -> list[tuple[str, str]]:
     """What the table at the top says."""
-    steps = [record for record in records if "lm loss" in record]
+    steps = [record for record in metrics.records if "lm loss" in record]
     first, last = steps[0], steps[-1]
     rows = [
         ("steps", f"{first['iteration']:,} to {last['iteration']:,}"),
-        ("samples, tokens", f"{last['consumed-samples']:,}, {last['consumed-tokens']:,}"),
+        ("samples, tokens", f"{_count(last, 'consumed-samples')}, {_count(last, 'consumed-tokens')}"),
         ("training loss", f"{_shown(first['lm loss'])} to {_shown(last['lm loss'])}"),
     ]
     for name in ("validation", "test"):
-        values = [r[f"lm loss {name}"] for r in records if f"lm loss {name}" in r]
+        values = [r[f"lm loss {name}"] for r in metrics.records if f"lm loss {name}" in r]
         if values:
-            rows.append(
-                (f"{name} loss", f"{_shown(values[0])} to {_shown(values[-1])}, best {_shown(min(values))}")
-            )
-    rows.append(("skipped, not finite", f"{last['skipped-iterations']}, {last['nan-iterations']}"))
+            best = min((value for value in values if value is not None), default=None)
+            text = f"{_shown(values[0])} to {_shown(values[-1])}, best {_shown(best)}"
+            rows.append((f"{name} loss", text))
+    rows.append(
+        ("skipped, not finite", f"{_count(last, 'skipped-iterations')}, {_count(last, 'nan-iterations')}")
+    )
     mfu = [record["mfu"] for record in steps if record.get("mfu") is not None]
     rows.append(("MFU", f"{100 * sorted(mfu)[len(mfu) // 2]:.1f}% (median)" if mfu else "not available"))
-    return rows + _sources(records)
+    for iteration, repeated in sorted(metrics.restarts.items()):
+        rows.append(("restarted", f"from iteration {iteration:,} on, {repeated:,} done again (drawn once)"))
+    rows += [("left out", note) for note in metrics.notes]
+    return rows + _sources(metrics.records)
 
 
-def _sources(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def _sources(records: Sequence[Record]) -> list[tuple[str, str]]:
     """Tokens read of each source, as last counted: those most read first."""
     counted: dict[str, int] = {}
     for record in records:
         prefix = "consumed-tokens/"
-        counted |= {key.removeprefix(prefix): n for key, n in record.items() if key.startswith(prefix)}
+        counted |= {key.removeprefix(prefix): n for key, n in record.items() if key.startswith(prefix) and n}
     total = max(1, sum(counted.values()))
     ranked = sorted(counted.items(), key=lambda item: -item[1])
     return [(f"read of {name}", f"{n:,} tokens, {n / total:.1%}") for name, n in ranked[:MOST_SOURCES]]
+
+
+def _count(record: Record, key: str) -> str:
+    value = record.get(key)
+    return "unknown" if value is None else f"{value:,}"
 
 
 def _shown(value: float | None) -> str:
@@ -234,21 +221,22 @@ def layout_of(folder: Path) -> str | None:
     return f"{config.parallel.pipeline_schedule}   {sizes}\n\n{table}"
 
 
-def page(runs: dict[str, list[dict[str, Any]]], layout: str | None) -> str:
+def page(runs: dict[str, MetricsFile], layout: str | None) -> str:
     """The whole page: of one run, or of several over one another."""
     title = html.escape(", ".join(runs))
     figures = []
     for heading, (keys, factor, logarithmic) in CHARTS.items():
         lines = [
-            series(records, key, name if len(runs) == 1 else f"{run_name} {name}", factor)
-            for run_name, records in runs.items()
-            for key, name in (keys | _named_sets(heading, records)).items()
+            series(metrics.records, key, name if len(runs) == 1 else f"{run_name} {name}", factor)
+            for run_name, metrics in runs.items()
+            for key, name in (keys | _named_sets(heading, metrics.records)).items()
         ]
-        figures.append(chart(heading, lines, logarithmic))
+        restarts = sorted({iteration for metrics in runs.values() for iteration in metrics.restarts})
+        figures.append(chart(heading, lines, logarithmic, restarts))
     tables = []
-    for name, records in runs.items():
+    for name, metrics in runs.items():
         rows = "".join(
-            f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in summary(records)
+            f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in summary(metrics)
         )
         tables.append((f"<h2>{html.escape(name)}</h2>" if len(runs) > 1 else "") + f"<table>{rows}</table>")
     picture = f"<h2>Layout</h2><pre>{html.escape(layout)}</pre>" if layout else ""
@@ -259,7 +247,7 @@ def page(runs: dict[str, list[dict[str, Any]]], layout: str | None) -> str:
     )
 
 
-def _named_sets(heading: str, records: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _named_sets(heading: str, records: Sequence[Record]) -> dict[str, str]:
     """Validation sets that have a name of their own."""
     if heading != "Loss":
         return {}
@@ -278,9 +266,13 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     files = [path / "metrics.jsonl" if path.is_dir() else path for path in arguments.runs]
     names = [str(path) for path in arguments.runs]
-    runs = {name: read_metrics(file) for name, file in zip(names, files)}
-    layout = layout_of(files[0].parent) if len(files) == 1 else None
     output = arguments.output or files[0].parent / "report.html"
+    make_folder_of(output, "--output")
+    runs = {name: read_metrics(file) for name, file in zip(names, files)}
+    for name, read in runs.items():
+        for note in read.notes:
+            print(f"note: {name}: {note}", file=sys.stderr)
+    layout = layout_of(files[0].parent) if len(files) == 1 else None
     write_aside(output, page(runs, layout))
     print(f"written: {output}")
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arguments import parse_or_exit
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.data.command_line import Parser, number, run, write_aside
+from megatron_lite.data.command_line import Parser, make_folder_of, number, run, write_aside
 from megatron_lite.environment import Environment
 from megatron_lite.model.costs import model_costs
 from megatron_lite.parallel.layout import write_layout
@@ -294,6 +294,8 @@ def main(argv: Sequence[str]) -> None:
     own, flags = parser.parse_known_args(argv)
     if own.output is not None and own.output.suffix not in (".svg", ".png"):
         raise ConfigError(f"--output {own.output} has to end in .svg or .png")
+    if own.output is not None:
+        make_folder_of(own.output, "--output")
     if own.from_trace is not None:
         if flags or own.times or own.microbatches:
             raise ConfigError("--from-trace knows the run's flags and times: give it alone, or with --output")

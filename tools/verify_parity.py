@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arguments import parse_or_exit
 from megatron_lite.config import Config, PrecisionConfig
-from megatron_lite.data.command_line import Parser, number
+from megatron_lite.data.command_line import Parser, guarded, number
 from megatron_lite.environment import Environment
 from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.parallel.miniature import VOCABULARY, describe_change, miniature
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--parity-steps", type=number(1), default=2, help="steps to train (default 2)")
     parser.add_argument(
         "--parity-factor",
-        type=float,
+        type=number(1, float),
         default=FACTOR,
         help="how many times the rounding error of one process a layout may have (default %(default)g)",
     )
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 if __name__ == "__main__":  # a wrong flag is answered before torch is imported
     ENVIRONMENT = Environment.read()
-    OWN, FLAGS = parse(sys.argv[1:])
+    OWN, FLAGS = guarded(lambda: parse(sys.argv[1:]))
     CONFIG = parse_or_exit(FLAGS, ENVIRONMENT)
 
 # ruff: noqa: E402

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_lite.arguments import flag_of
 from megatron_lite.config import CONCERNS
+from megatron_lite.data.command_line import guarded
 from megatron_lite.megatron_flags import (
     ACCEPTED,
     REFUSED,
@@ -151,4 +152,4 @@ def _code(names: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from megatron_lite.config import ConfigError
 
@@ -25,10 +25,22 @@ class RunError(RuntimeError):
     """What went wrong though the input was right: a full disk, a killed worker. One sentence, exit code 1."""
 
 
+Result = TypeVar("Result")
+
+
 def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Call `main(argv)` and leave: 0, or 2 for a ConfigError, 1 for a RunError or a failing disk, 130 for Ctrl-C."""
+    guarded(lambda: main(sys.argv[1:]))
+    sys.exit(0)
+
+
+def guarded(call: Callable[[], Result]) -> Result:
+    """The call's result; where it raises, one sentence and the exit code that `run` promises."""
     try:
-        main(sys.argv[1:])
+        try:
+            return call()
+        finally:
+            sys.stdout.flush()  # what --help printed too, so that a broken pipe shows itself here
     except ConfigError as error:
         _leave(f"error: {error}", 2)
     except RunError as error:
@@ -41,7 +53,6 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
         _leave(f"error: {where}{error.strerror or error}", 1)
     except KeyboardInterrupt as error:
         _leave(f"interrupted{': ' + str(error) if str(error) else ''}", 130)
-    sys.exit(0)
 
 
 def _leave(sentence: str, code: int) -> NoReturn:
@@ -51,15 +62,16 @@ def _leave(sentence: str, code: int) -> NoReturn:
 
 
 def number(minimum: float, kind: type = int, maximum: float | None = None) -> Callable[[str], Any]:
-    """An argparse type: a number from `minimum` to `maximum`, else a sentence with the value seen."""
+    """An argparse type: a number from `minimum` to `maximum` (to the largest of 64 bits), else a sentence about it."""
     limits = f"from {minimum:,} to {maximum:,}" if maximum is not None else f"of at least {minimum:,}"
+    highest = maximum if maximum is not None else 2**63 - 1 if kind is int else sys.float_info.max
 
     def convert(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not minimum <= value <= (maximum if maximum is not None else float("inf")):
+        if value is None or not minimum <= value <= highest:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"is '{text}', wanted {what} {limits}")
         return value
@@ -67,14 +79,29 @@ def number(minimum: float, kind: type = int, maximum: float | None = None) -> Ca
     return convert
 
 
+def make_folder_of(path: Path, flag: str) -> None:
+    """Make the folder that `path` will lie in, before the work begins.
+
+    Raises:
+        ConfigError: it cannot be made, or `path` is a folder itself.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} '{path}': its folder cannot be made: {error.strerror}") from None
+    if path.is_dir():
+        raise ConfigError(f"{flag} '{path}' is a folder, wanted a file to write")
+
+
 def write_aside(path: Path, content: bytes | str | Any) -> None:
     """Write bytes, text or (anything else) JSON to `path` through a temporary file, synced, then renamed.
 
-    Raises OSError; the temporary file is removed.
+    Its folder is made. Raises OSError; the temporary file is removed.
     """
     if not isinstance(content, bytes | str):
         content = json.dumps(content, indent=1, sort_keys=True) + "\n"
     data = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with aside.open("wb") as file:

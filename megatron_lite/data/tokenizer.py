@@ -23,6 +23,7 @@ import tiktoken
 import tokenizers
 
 from megatron_lite.config import ConfigError, DataConfig, ModelConfig
+from megatron_lite.data.command_line import number
 from megatron_lite.data.tiktoken_file import read_tiktoken
 from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import WordEncoder, word_encoder
@@ -295,9 +296,10 @@ def add_tokenizer_flags(parser: ArgumentParser) -> None:
     declared["vocab_size"] = next(item for item in fields(ModelConfig) if item.name == "vocab_size")
     for name in (*TOKENIZER_FLAGS, "vocab_size"):
         item = declared[name]
+        whole = isinstance(item.default, int) or name == "vocab_size"
         group.add_argument(
             "--" + name.replace("_", "-"),
-            type=int if isinstance(item.default, int) or name == "vocab_size" else str,
+            type=number(item.metadata.get("minimum", 0)) if whole else str,
             default=item.default,
             choices=item.metadata.get("choices"),
             metavar=None if item.metadata.get("choices") else name.rsplit("_", 1)[-1].upper(),

@@ -28,7 +28,9 @@ class Sampling:
 
 def next_token_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """logits [v] -> probabilities [v], fp32; for a temperature above 0."""
-    logits = logits.float() / sampling.temperature
+    # From the largest on, in fp64: a tiny temperature then leaves it 0, and is near to taking the most likely token.
+    logits = logits.double()
+    logits = ((logits - logits.max()) / sampling.temperature).float()
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < smallest, float("-inf"))

@@ -166,6 +166,18 @@ def test_generate_from_a_checkpoint(trained, capsys):
     sampled = ("--temperature", 1.5, "--top-k", 40, "--top-p", 0.95, "--num-samples", 2)
     runs = [call(generate, *common, *sampled, "--seed", seed, capsys=capsys)[1] for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+    # Near to 0 a temperature takes the most likely token, however small it is.
+    assert call(generate, *common, "--temperature", "1e-40", capsys=capsys)[1] == out
+    for flags, words in (
+        (("--temperature", 1, "--top-p", 0), "argument --top-p: is '0', wanted a number from 1e-06 to 1"),
+        (("--temperature", "inf"), "argument --temperature: is 'inf', wanted a number of at least 0"),
+        (("--seed", 10**30), "argument --seed: is '1"),
+        (("--device", "cuda"), "--device is cuda, but torch finds no CUDA device"),
+    ):
+        if flags == ("--device", "cuda") and torch.cuda.is_available():
+            continue
+        code, _, err = call(generate, *common, *flags, capsys=capsys)
+        assert code == 2 and err.startswith(f"error: {words}") and err.count("\n") == 1
 
 
 def test_a_wrong_conversion_keeps_nothing(trained, tmp_path, capsys, monkeypatch):

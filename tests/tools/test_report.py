@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config import ConfigError
-from tools.report import MOST_POINTS, page, read_metrics, summary, thinned, ticks
+from megatron_lite.training.metrics_file import MetricsFile, read_metrics
+from tools.report import MOST_POINTS, page, summary, thinned, ticks
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,26 +35,80 @@ def write(path, records):
 
 
 def test_steps_done_again_after_a_resume_replace_the_first(tmp_path):
-    path = write(tmp_path / "m.jsonl", [record(1), record(2), record(3, 9.0), record(3, 5.0), record(4)])
-    assert [(r["iteration"], r["lm loss"]) for r in read_metrics(path)] == [(1, 1), (2, 1), (3, 5), (4, 1)]
+    """Killed after 6, resumed from 3 and from 4, an old checkpoint evaluated: each step once, of the last attempt."""
+    validation = {"iteration": 4, "lm loss validation": 9.0}
+    first = [record(i, 9.0) for i in (1, 2, 3, 4)] + [validation, record(5, 9.0), record(6, 9.0)]
+    second = [record(4, 8.0), {"iteration": 4, "lm loss validation": 8.0}, record(5, 8.0), record(6, 8.0)]
+    third = [record(i, 7.0, **{"consumed-tokens": 1}) for i in (5, 6, 7)]
+    late = {"iteration": 2, "lm loss test": 5.0}
+    run = read_metrics(write(tmp_path / "m.jsonl", [*first, *second, *third, late]))
+    losses = [(r["iteration"], r["lm loss"]) for r in run.records if "lm loss" in r]
+    assert losses == [(1, 9), (2, 9), (3, 9), (4, 8), (5, 7), (6, 7), (7, 7)]
+    assert [r["lm loss validation"] for r in run.records if "lm loss validation" in r] == [8.0]
+    assert run.restarts == {4: 3, 5: 2}
+    text = page({"run": run}, None)
+    figure = next(part for part in text.split("<figure>") if "Loss" in part)
+    assert figure.count('class="restart"') == 2
+    assert ("restarted", "from iteration 5 on, 2 done again (drawn once)") in summary(run)
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out_and_garbage_is_an_error(tmp_path):
-    path = write(tmp_path / "m.jsonl", [record(1)])
-    path.write_text(path.read_text() + '{"iteration": 2, "lm')
-    assert len(read_metrics(path)) == 1
-    path.write_text("garbage\n" + json.dumps(record(1)) + "\n")
-    with pytest.raises(ConfigError, match=r"m.jsonl:1 is no record"):
-        read_metrics(path)
-    path.write_text("")
-    with pytest.raises(ConfigError, match="holds no training step"):
-        read_metrics(path)
+ODD = [
+    '{"iteration": 3, "lm',
+    '{"iter{"iteration": 3, "lm loss": 1.0}',
+    "\x00\x00\x00",
+    "[" * 100_000,
+    '{"iteration": "4", "lm loss": 1.0}',
+    '{"iteration": 1e400, "lm loss": 1.0}',
+    '{"iteration": true, "lm loss": 1.0}',
+    "7",
+]
+VALUES = ["NaN", "-Infinity", "null", '"text"', "1e400", "1" + "0" * 400, "1e308", "[1]", "true", "5e-324"]
+
+
+def test_torn_lines_and_values_that_are_no_numbers_are_left_out_and_told(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b"\xff\xfe\n" + "\n".join([json.dumps(record(1)), *ODD, json.dumps(record(2))]).encode())
+    run = read_metrics(path)
+    assert [r["iteration"] for r in run.records] == [1, 2]
+    assert run.notes == ["9 lines no record, left out (the first is line 1)"]
+    assert ("left out", run.notes[0]) in summary(run)
+
+    lines = [json.dumps(record(1))]
+    for number, value in enumerate(VALUES, 2):
+        lines.append(
+            json.dumps(record(number, loss="HERE", **{"grad-norm": "HERE"})).replace('"HERE"', value)
+        )
+        lines.append('{"iteration": %d, "lm loss validation": %s}' % (number, value))  # noqa: UP031
+    path.write_text("\n".join(lines))
+    run = read_metrics(path)
+    assert run.notes == ["27 values no finite number, not drawn (the first: line 2: lm loss is NaN)"]
+    text = page({"run": run}, None)
+    assert "nan" not in text and "inf" not in text.replace("info", "")
+    assert ("validation loss", "not finite to 0.0000, best 0.0000") in summary(run)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "it is empty"),
+        ("<html>\n", "HTML or XML page"),
+        ("garbage\n", "1 line no record"),
+        ('{"iteration": 1}', ""),
+    ],
+)
+def test_a_file_without_steps_is_an_error(content, words, tmp_path):
+    (tmp_path / "m.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=f"holds no training step.*{words}"):
+        read_metrics(tmp_path / "m.jsonl")
 
 
 def test_sources_are_told_with_their_share():
     records = [record(1), record(2), {"iteration": 2, "consumed-tokens/a": 96, "consumed-tokens/<b>": 32}]
-    assert summary(records)[-2:] == [("read of a", "96 tokens, 75.0%"), ("read of <b>", "32 tokens, 25.0%")]
-    assert "read of &lt;b&gt;" in page({"run": records}, None)
+    assert summary(MetricsFile(records))[-2:] == [
+        ("read of a", "96 tokens, 75.0%"),
+        ("read of <b>", "32 tokens, 25.0%"),
+    ]
+    assert "read of &lt;b&gt;" in page({"run": MetricsFile(records)}, None)
 
 
 class Checked(HTMLParser):
@@ -81,7 +136,7 @@ def test_page_is_whole_and_draws_every_point():
     records = [record(i, loss=10.0 / i) for i in range(1, 51)]
     records.insert(10, {"iteration": 10, "lm loss validation": 1.25, "lm loss validation books": 2.0})
     records.append(record(51, loss=None))
-    text = page({"a <run>": records}, "layout")
+    text = page({"a <run>": MetricsFile(records)}, "layout")
     checker = Checked()
     checker.feed(text)
     assert checker.open == []
@@ -94,10 +149,10 @@ def test_page_is_whole_and_draws_every_point():
 
 def test_a_pipeline_s_idle_share_is_drawn_where_there_is_one():
     records = [record(i, **{"pipeline-idle-share": 0.25, "pipeline-idle-share-max": 0.5}) for i in (1, 2)]
-    text = page({"run": records}, None)
+    text = page({"run": MetricsFile(records)}, None)
     figure = next(part for part in text.split("<figure>") if "Pipeline idle" in part)
     assert figure.count("<polyline") == 2
-    assert "Pipeline idle" not in page({"run": [record(1), record(2)]}, None)
+    assert "Pipeline idle" not in page({"run": MetricsFile([record(1), record(2)])}, None)
 
 
 def test_thinning_keeps_extremes():
