@@ -71,17 +71,34 @@ def write_commands(folder, commands):
     return folder
 
 
+def write_torch(folder, text):
+    """A torch whose torchrun has the options in text: what a script does must not depend on the one installed."""
+    (folder / "torch/distributed").mkdir(parents=True)
+    (folder / "torch/__init__.py").touch()
+    (folder / "torch/distributed/run.py").write_text(text)
+
+
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
     """A folder that stands first on PATH: what launches processes only says how."""
-    return write_commands(tmp_path_factory.mktemp("commands"), COMMANDS)
+    folder = tmp_path_factory.mktemp("commands")
+    write_torch(folder, '"--shutdown-timeout"')
+    return write_commands(folder, COMMANDS)
 
 
 def environment(commands, folder, places=PLACES, **variables):
     kept = {name: value for name, value in os.environ.items() if name not in OTHERS}
     given = {name: str(folder / name.lower()) for name in places} | {"SAVE": str(folder / "save")}
     path = f"{commands}:{os.environ['PATH']}"
-    return {**kept, **given, **SLURM, "PATH": path, "SLURM_SUBMIT_DIR": str(ROOT), **variables}
+    return {
+        **kept,
+        **given,
+        **SLURM,
+        "PATH": path,
+        "PYTHONPATH": str(commands),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        **variables,
+    }
 
 
 def start(name, commands, folder, *words, **options):
@@ -173,10 +190,7 @@ def test_where_several_nodes_meet(commands, tmp_path):
 
 def test_a_torchrun_without_a_shutdown_timeout_is_not_given_one(tmp_path):
     """torch 2.11's kills after 30 s: the script says so, and what to do."""
-    older = tmp_path / "older/torch/distributed"
-    older.mkdir(parents=True)
-    (older / "run.py").write_text("# no such option")
-    (older.parent / "__init__.py").write_text("")
+    write_torch(tmp_path / "older", "# no such option")
     shown = write_commands(tmp_path, COMMANDS | {"torchrun": '#!/bin/sh\necho "$@"\n'})
     done = start("one_gpu", shown, tmp_path, PYTHONPATH=str(tmp_path / "older"))
     assert done.returncode == 0 and "shutdown" not in done.stdout
