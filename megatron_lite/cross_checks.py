@@ -266,6 +266,7 @@ def _check_pipeline(config: Config) -> None:
     ):
         raise ConfigError(f"--pipeline-model-parallel-size {size} is more than --num-layers {layers}")
     check_split(config)
+    _check_reduction(config)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and group < size and chunks > 1:
         raise ConfigError(
@@ -286,6 +287,22 @@ def _check_pipeline(config: Config) -> None:
         reason = check_microbatches(name, size, chunks, microbatches)
         if reason is not None:
             raise ConfigError(where + reason)
+
+
+def _check_reduction(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.reduce_gradients != "each-microbatch":
+        return
+    if parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+        raise ConfigError(
+            f"--reduce-gradients each-microbatch saves nothing with --pipeline-schedule {parallel.pipeline_schedule}, "
+            "whose weight gradients come all at once: wanted last-microbatch or auto, or 1f1b or interleaved-1f1b"
+        )
+    if parallel.data_parallel_sharding_strategy == "no_shard":
+        raise ConfigError(
+            "--reduce-gradients each-microbatch has no shards to reduce to under --data-parallel-sharding-strategy "
+            "no_shard, wanted last-microbatch or auto"
+        )
 
 
 def _pass_size(config: Config, microbatches: int) -> int:

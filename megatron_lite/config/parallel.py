@@ -38,7 +38,7 @@ class ParallelConfig:
         None, "microbatches a chunk runs before the next one; default the pipeline size", minimum=1
     )
     max_microbatches_per_step: int | None = flag(
-        None, "ours: bound on microbatches (receive buffers) of one pipeline pass", minimum=1
+        None, "ours: bound on microbatches of one pipeline pass", minimum=1
     )
     num_distributed_optimizer_instances: int = flag(1, "replicas of the sharded model (HSDP)", minimum=1)
     data_parallel_sharding_strategy: str = flag(
@@ -47,9 +47,16 @@ class ParallelConfig:
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     reshard_after_forward: str = flag(
-        "always",
-        "ours: free gathered weights after the forward pass",
-        choices=("always", "never", "keep-last"),
+        "auto",
+        "ours: free gathered weights after a layer's forward; auto: always, but never under a pipeline where a rank's "
+        "layers are small (docs/parallelism.md)",
+        choices=("auto", "always", "never", "keep-last"),
+    )
+    reduce_gradients: str = flag(
+        "auto",
+        "ours: reduce-scatter gradients with each microbatch, which holds one layer's whole, or once a step, which "
+        "holds all of a rank's and sends less",
+        choices=("auto", "each-microbatch", "last-microbatch"),
     )
     reshard_keep_last_blocks: int = flag(1, "ours: blocks that keep them, with keep-last", minimum=1)
     fsdp_cpu_offload: bool = flag(False, "ours: shards and optimizer state live in CPU memory")

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from megatron_lite.config import ParallelConfig, PrecisionConfig
-from megatron_lite.parallel.schedule import SPLIT_BACKWARD_SCHEDULES
+from megatron_lite.config import Config, ParallelConfig, PrecisionConfig
+from megatron_lite.parallel.sharding import reduces_each_microbatch, reshards
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
@@ -22,9 +22,7 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     return torch.float16 if precision.fp16 else torch.float32
 
 
-def apply_fsdp(
-    chunk: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, precision: PrecisionConfig
-) -> None:
+def apply_fsdp(chunk: nn.Module, mesh: DeviceMesh, config: Config) -> None:
     """Shard a model chunk in place: each block a unit, embedding a unit, final norm and head a unit.
 
     Args:
@@ -34,6 +32,7 @@ def apply_fsdp(
     Gradients are SUMMED over ranks: the loss is divided by the global token count already. gloo has no
     PREMUL_SUM, which a divide factor alone would ask for, hence the forced sum.
     """
+    parallel, precision = config.parallel, config.precision
     dtype = compute_dtype(precision)
     settings = {
         "mesh": mesh,
@@ -44,11 +43,11 @@ def apply_fsdp(
     }
     layers = list(chunk.layers.values())
     for position, layer in enumerate(layers):
-        fully_shard(layer, reshard_after_forward=_reshards(position, len(layers), parallel), **settings)
+        fully_shard(layer, reshard_after_forward=_reshards(position, len(layers), config), **settings)
     tied_here = chunk.tied and chunk.embedding is not None and chunk.lm_head is not None
     if not tied_here:  # a weight that two modules share has to lie in one unit: then it stays in the root's
         if chunk.embedding is not None:
-            fully_shard(chunk.embedding, reshard_after_forward=_reshards(0, 1, parallel), **settings)
+            fully_shard(chunk.embedding, reshard_after_forward=_reshards(0, 1, config), **settings)
         if chunk.lm_head is not None:
             # Backward starts with the head: freeing it after forward would only gather it again at once.
             fully_shard([chunk.final_norm, chunk.lm_head], reshard_after_forward=False, **settings)
@@ -57,7 +56,8 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(layers, parallel.fsdp_prefetch_depth)
+    own_unit = chunk.embedding is not None and not tied_here
+    _prefetch(layers, chunk.embedding if own_unit else None, parallel.fsdp_prefetch_depth)
 
 
 def _offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
@@ -66,43 +66,37 @@ def _offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
 
-def _reshards(position: int, num_layers: int, parallel: ParallelConfig) -> bool:
-    """Whether a block frees its gathered parameters after forward (ZeRO-3) or keeps them (ZeRO-2).
-
-    Schedules that split the backward keep them: torch looks a stage's weights up when it computes the input
-    gradient, and would silently lose the gradients of those that are not gathered at that moment.
-    """
-    if parallel.data_parallel_sharding_strategy != "optim_grads_params":
-        return False
-    if parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
-        return False
-    if parallel.reshard_after_forward == "keep-last":
+def _reshards(position: int, num_layers: int, config: Config) -> bool:
+    """Whether a layer frees its gathered parameters after forward (ZeRO-3) or keeps them (ZeRO-2)."""
+    parallel = config.parallel
+    if reshards(config) and parallel.reshard_after_forward == "keep-last":
         return position < num_layers - parallel.reshard_keep_last_blocks
-    return parallel.reshard_after_forward == "always"
+    return reshards(config)
 
 
-def prepare_backward(chunk: nn.Module, parallel: ParallelConfig, last: bool) -> None:
-    """Before the backward of a microbatch through the whole model: what FSDP does with each block when it is through.
+def prepare_backward(chunk: nn.Module, config: Config, last: bool) -> None:
+    """Before the backward of a microbatch: what FSDP does with each layer when it is through (parallel/sharding.py).
 
-    ZeRO-3 frees its gathered weights, and reduces its gradients behind the backward of the blocks before it; ZeRO-2
-    does the latter. Else, and under --reshard-after-forward never, which keeps weights for the next microbatch and
-    buys fewer messages with memory, gradients are added up whole and reduced with the last microbatch's. Replicas are
-    summed over once a step in any case.
+    Weights are freed and gradients reduced behind the backward of the layers before, or both wait for the last
+    microbatch. Replicas are summed over once a step in any case.
     """
     if not isinstance(chunk, FSDPModule):
         return
-    strategy = parallel.data_parallel_sharding_strategy
-    frees = strategy == "optim_grads_params" and parallel.reshard_after_forward != "never"
     chunk.set_is_last_backward(last)
-    chunk.set_reshard_after_backward(last or frees)
-    chunk.set_requires_gradient_sync(last or frees or strategy == "optim_grads")
+    chunk.set_reshard_after_backward(last or reshards(config))
+    chunk.set_requires_gradient_sync(last or reduces_each_microbatch(config))
     chunk.set_requires_all_reduce(last)
 
 
-def _prefetch(layers: list[nn.Module], depth: int) -> None:
-    """Gather `depth` blocks ahead, forward and backward; FSDP2's own choice is one block ahead."""
-    if depth <= 1:
-        return
-    for position, layer in enumerate(layers):
+def _prefetch(layers: list[nn.Module], embedding: nn.Module | None, depth: int) -> None:
+    """Gather `depth` layers ahead, forward and backward; FSDP2's own choice is one layer ahead.
+
+    The unit that backward reaches last names itself. Left to FSDP2 it would gather what ran before it in forward, and
+    from the second microbatch on that is the head of the microbatch before: for nothing.
+    """
+    for position, layer in enumerate(layers if depth > 1 else []):
         layer.set_modules_to_forward_prefetch(layers[position + 1 : position + 1 + depth])
         layer.set_modules_to_backward_prefetch(layers[max(0, position - depth) : position][::-1])
+    last = embedding if embedding is not None else next(iter(layers), None)
+    if last is not None:
+        last.set_modules_to_backward_prefetch([last])

@@ -51,7 +51,7 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
             # to_empty gave each of them a weight of its own; FSDP mends that where it is.
             chunk.lm_head.weight = chunk.embedding.word_embeddings.weight
     else:
-        apply_fsdp(chunk, mesh.fsdp_mesh, config.parallel, config.precision)
+        apply_fsdp(chunk, mesh.fsdp_mesh, config)
         chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
     initialize_weights(chunk, config)
     return chunk

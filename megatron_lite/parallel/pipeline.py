@@ -5,6 +5,7 @@ batch, [M*B, S] for M microbatches of B samples; every pipeline rank is given th
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from megatron_lite.config import Config, ParallelConfig
+from megatron_lite.config import Config
 from megatron_lite.mesh import ParallelMesh
 from megatron_lite.parallel.clock import ActionClock
 from megatron_lite.parallel.context import my_part_of_sequence
 from megatron_lite.parallel.fsdp import compute_dtype, prepare_backward
 from megatron_lite.parallel.partition import StagePlan
 from megatron_lite.parallel.schedule import runnable_schedule
+from megatron_lite.parallel.sharding import splits_backward
 from megatron_lite.parallel.tied import TiedWeights
 
 # --pipeline-schedule -> torch's class; one stage per rank takes the first kind, several the second.
@@ -65,21 +67,24 @@ class LossScale:
 
 
 class Stage(PipelineStage):
-    """torch's stage under the eyes of a clock.
+    """torch's stage with a clock, FSDP's own way of freeing and reducing, and buffers made when they are needed.
 
-    On torch 2.11 its first message to a neighbour skips one on the same rank (the V's tip). With FSDP torch's stage
-    keeps a chunk's weights gathered and adds its gradients up whole until its last backward. Stages that take turns
-    need that, for the sake of time; the whole model on one rank does not, and would not fit.
+    torch's stage keeps a chunk's weights gathered and adds its gradients up whole until its last backward; here
+    parallel/sharding.py decides. It makes a buffer for every microbatch's input and output gradient when it starts and
+    holds them for good: a batch that ramps up would run out of memory hours later. Here a buffer is made when its
+    receive is posted and dropped when its action has run, so as many are there as are in flight. On torch 2.11 its
+    first message to a neighbour skips one on the same rank (the V's tip).
     """
 
     clock: ActionClock
-    parallel: ParallelConfig
+    config: Config
 
     def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         """F."""
-        return self.clock.run(
-            "F", self.stage_index, microbatch, super().forward_one_chunk, microbatch, *args, **kwargs
-        )
+        run = super().forward_one_chunk
+        result = self.clock.run("F", self.stage_index, microbatch, run, microbatch, *args, **kwargs)
+        self._drop(self.args_recv_info, microbatch)  # what backward needs of it is kept by the stage
+        return result
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The chunk's forward; lengths of documents are found before it, for FSDP would move ids to the device."""
@@ -93,6 +98,7 @@ class Stage(PipelineStage):
         """B, or I when the weights' gradient comes later."""
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
         self.clock.run(kind, self.stage_index, microbatch, run, microbatch, loss, full_backward, **kwargs)
+        self._drop(self.grad_recv_info, microbatch)
 
     def backward_weight_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         """W."""
@@ -102,17 +108,57 @@ class Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
-        """The backward of one microbatch; the only stage goes by FSDP's own ways of reducing and freeing."""
-        if self.num_stages > 1:
+        """The backward of one microbatch; a split one is torch's: FSDP's hooks would fire before its gradients come."""
+        if splits_backward(self.config):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        prepare_backward(self.submod, self.parallel, last_backward)
+        prepare_backward(self.submod, self.config, last_backward)
         parts = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*parts), None
 
     def perform_reduce_grad(self, factor: int) -> None:
-        """R: once a stage and pass; the only stage has done it in its last backward."""
-        if self.num_stages > 1:
+        """R: once a stage and pass where the backward is split; else the last backward has done it."""
+        if splits_backward(self.config):
             self.clock.run("R", self.stage_index, -1, super().perform_reduce_grad, factor)
+
+    def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Receive a microbatch's input, into memory made now."""
+        self._make(self.args_recv_info, microbatch)
+        return super().get_fwd_recv_ops(microbatch)
+
+    def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Receive the gradient of a microbatch's output, into memory made now."""
+        if self.has_backward and not self.is_last:
+            self._make(self.grad_recv_info, microbatch)
+        return super().get_bwd_recv_ops(microbatch)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _make(self, infos: dict[int, tuple[Any, ...]], microbatch: int) -> None:
+        for info in infos[microbatch]:
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None and buffer.device.type == "meta":
+                made = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+                info.buffer = made.requires_grad_(buffer.requires_grad)
+
+    def _drop(self, infos: dict[int, tuple[Any, ...]], microbatch: int) -> None:
+        for info in infos.get(microbatch, ()):
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None and buffer.device.type != "meta":
+                info.buffer = torch.empty_like(buffer, device="meta").requires_grad_(buffer.requires_grad)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations = super()._get_init_p2p_neighbors_ops()
@@ -235,7 +281,7 @@ class Pipeline:
             output_args=loss if plan.stage == self.num_stages - 1 else hidden,
             group=mesh.group("pp"),
         )
-        stage.clock, stage.parallel = self.clock, config.parallel
+        stage.clock, stage.config = self.clock, config
         return stage
 
 

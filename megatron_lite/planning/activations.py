@@ -6,7 +6,7 @@ model's operators.
 
 from megatron_lite.config import Config
 from megatron_lite.model.costs import gpu_attention_kernel
-from megatron_lite.parallel.partition import StagePlan
+from megatron_lite.parallel.partition import StagePlan, placement_of, rank_of_stage
 
 # Rows of logits at a time with --cross-entropy-loss-fusion, as model/loss.py has it (which imports torch).
 LOSS_CHUNK_TOKENS = 1024
@@ -101,8 +101,7 @@ def stage_activations(config: Config, plan: StagePlan) -> float:
     """Bytes that a stage keeps for the backward of one microbatch: its blocks, its output, its head.
 
     The output is the hidden state that the pipeline holds until backward (a T H/s), on the last stage the final norm's
-    input; there come the head's input (a T H) and what the loss saves of the logits. The input of a stage that is not
-    the first lies in a receive buffer and is not counted here.
+    input; there come the head's input (a T H) and what the loss saves of the logits. What it was sent is its input.
     """
     a, tokens = activation_width(config), tokens_per_microbatch(config)
     parallel, hidden = config.parallel, config.model.hidden_size
@@ -116,11 +115,18 @@ def stage_activations(config: Config, plan: StagePlan) -> float:
         size = -(-layers // parallel.recompute_num_layers) * block_activations(config, "full")
     else:
         size = layers * block_activations(config, granularity)
-    if plan.stage == 0:
-        size += a * tokens * hidden / s  # other stages' input lies in a receive buffer
+    if _rank_before(config, plan) != plan.rank:
+        size += a * tokens * hidden / s  # a stage on the same rank holds it as its output
     if plan.has_lm_head:
         size += a * tokens * hidden + logits_bytes(config)[0]
     return size
+
+
+def _rank_before(config: Config, plan: StagePlan) -> int | None:
+    """The pipeline rank that a stage's input comes from; None for the first stage."""
+    parallel = config.parallel
+    size, placement = parallel.pipeline_model_parallel_size, placement_of(parallel.pipeline_schedule)
+    return rank_of_stage(plan.stage - 1, size, placement) if plan.stage else None
 
 
 def logits_bytes(config: Config) -> tuple[float, float]:

@@ -19,7 +19,8 @@ from megatron_lite.config.optimizers import OPTIMIZERS
 from megatron_lite.mesh_sizes import is_unsharded, mesh_sizes
 from megatron_lite.model.costs import ModelCosts, block_matrix_parameters, model_costs
 from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
-from megatron_lite.parallel.schedule import SPLIT_BACKWARD_SCHEDULES, runnable_schedule
+from megatron_lite.parallel.schedule import runnable_schedule
+from megatron_lite.parallel.sharding import reduces_each_microbatch, reshards, splits_backward
 from megatron_lite.planning.activations import (
     activation_width,
     logits_bytes,
@@ -311,7 +312,7 @@ def _unsharded(config: Config, plans: list[StagePlan], local: Sequence[float]) -
         return a * (min(sum(local), blocks + units) if reshards(config) else sum(local)), a * units
     if is_unsharded(config):
         return 0.0, 4 * sum(local)
-    split = config.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
+    split = splits_backward(config)
     active = sum(local) if split or len(local) == 1 else sum(sorted(local)[-_MOST_ACTIVE_STAGES:])
     return a * active, _reduced_width(config) * sum(local)
 
@@ -319,24 +320,12 @@ def _unsharded(config: Config, plans: list[StagePlan], local: Sequence[float]) -
 def adds_up_whole(config: Config) -> bool:
     """Whether the gradients of a step's microbatches are added up unsharded and reduced once, at the end.
 
-    So it is with several stages; the whole model on a rank reduces block by block, each microbatch's gradients under
-    ZeRO-2 and ZeRO-3 (unless weights are kept), else the last one's (parallel/fsdp.py, prepare_backward).
+    With one microbatch each layer is reduced as it comes in any case, but where the backward is split.
     """
-    parallel = config.parallel
     if is_unsharded(config):
         return True
-    each = reshards(config) or parallel.data_parallel_sharding_strategy == "optim_grads"
-    return parallel.num_stages > 1 or not (each or microbatches_of(config) == (1, 1))
-
-
-def reshards(config: Config) -> bool:
-    """Whether gathered weights are freed after the forward pass (ZeRO-3), as parallel/fsdp.py decides."""
-    parallel = config.parallel
-    return (
-        parallel.data_parallel_sharding_strategy == "optim_grads_params"
-        and parallel.pipeline_schedule not in SPLIT_BACKWARD_SCHEDULES
-        and parallel.reshard_after_forward != "never"
-    )
+    one = microbatches_of(config) == (1, 1) and not splits_backward(config)
+    return not (reduces_each_microbatch(config) or one)
 
 
 def _two_units(config: Config, plans: list[StagePlan]) -> float:
@@ -345,18 +334,13 @@ def _two_units(config: Config, plans: list[StagePlan]) -> float:
 
 
 def _receive_buffers(config: Config, plans: list[StagePlan], every: list[StagePlan]) -> float:
-    """One buffer a T H/s per microbatch of a pass, for each stage's input and for its output's gradient.
-
-    None between two stages of the same rank. A stage's input buffer is what its first block keeps, so those in flight
-    are not counted there again.
-    """
+    """A buffer of a T H/s for what is on its way to a rank: one input (from then on an activation), one gradient."""
     parallel = config.parallel
     s = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     hidden = activation_width(config) * tokens_per_microbatch(config) * config.model.hidden_size / s
     rank_of = {plan.stage: plan.rank for plan in every}
-    neighbours = [rank_of.get(plan.stage + step) for plan in plans for step in (-1, 1)]
-    sides = sum(rank not in (None, plans[0].rank) for rank in neighbours)
-    return sides * microbatches_of(config)[1] * hidden
+    neighbours = [[rank_of.get(plan.stage + step) for plan in plans] for step in (-1, 1)]
+    return sum(any(rank not in (None, plans[0].rank) for rank in side) for side in neighbours) * hidden
 
 
 def activations_in_flight(config: Config, rank: int, plans: list[StagePlan]) -> float:

@@ -100,6 +100,7 @@ DOCUMENTS = {
 }
 
 
+EACH = {"reduce_gradients": "each-microbatch", "reshard_after_forward": "always"}
 NO_SHARD = {"data_parallel_sharding_strategy": "no_shard"}
 UNIFORM = FULL | {"recompute_method": "uniform"}
 ALL_OPERATORS = {
@@ -124,6 +125,28 @@ FSDP = {
     },
     "cpu offload, tied": {"dp": 2, "pp": 2, "fsdp_cpu_offload": True, "model": TIED},
     "prefetch 2": {"dp": 2, "fsdp_prefetch_depth": 2},
+    "each microbatch, 1f1b": {"dp": 2, "pp": 2} | EACH,
+    "each microbatch, hsdp x gpipe, tied, two passes": {
+        "pp": 2,
+        "dp": 2,
+        "microbatches": 8,
+        "max_microbatches_per_step": 4,
+        "schedule": "gpipe",
+        "num_distributed_optimizer_instances": 2,
+        "model": TIED,
+    }
+    | EACH,
+    "each microbatch, interleaved, tied, recompute": {"dp": 2, "pp": 2, "chunks": 2, "model": TIED}
+    | EACH
+    | FULL,
+    "each microbatch, weights kept, interleaved": {
+        "dp": 2,
+        "pp": 2,
+        "chunks": 2,
+        "reduce_gradients": "each-microbatch",
+    },
+    "each microbatch, cpu offload, tp": {"dp": 2, "pp": 2, "tp": 2, "fsdp_cpu_offload": True} | EACH,
+    "weights freed, gradients whole": {"dp": 2, "pp": 2} | EACH | {"reduce_gradients": "last-microbatch"},
     "several passes, tied": {
         "dp": 2,
         "pp": 2,
