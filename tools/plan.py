@@ -34,7 +34,7 @@ CUSTOM = ("gpu_memory_gb", "gpu_tflops", "nvlink_gb_s", "network_gb_s")
 TEXTS = {
     "pipeline_schedule": tuple(SCHEDULES),
     "recompute_granularity": RECOMPUTE,
-    "reshard_after_forward": ("always", "never", "keep-last"),
+    "reshard_after_forward": ("auto", "always", "never", "keep-last"),
 }
 # What a run needs and a plan does not: (flags, one of which is needed), a value that the parser takes.
 NOT_PLANNED = ((("--train-iters", "--train-samples"), "1"), (("--lr",), "1e-4"))

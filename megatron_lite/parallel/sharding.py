@@ -9,9 +9,9 @@ from megatron_lite.config import Config
 from megatron_lite.model.costs import block_matrix_parameters
 from megatron_lite.parallel.schedule import SPLIT_BACKWARD_SCHEDULES
 
-# A rank that holds its layers' weights and gradients whole in at most so many bytes keeps them under a pipeline: a
-# tenth of today's GPUs' memory. Beyond it they are cut, as --data-parallel-sharding-strategy says.
-WHOLE_BYTES = 8 * 2**30
+# A rank whose layers' weights and gradients lie whole in so many bytes keeps them so under a pipeline: a third of an
+# 80 GB GPU. Beyond it they are cut, as --data-parallel-sharding-strategy says.
+WHOLE_BYTES = 24 * 2**30
 
 
 def reshards(config: Config) -> bool:

@@ -33,7 +33,7 @@ class Layout:
     micro_batch_size: int
     num_distributed_optimizer_instances: int = 1
     recompute_granularity: str = "none"
-    reshard_after_forward: str = "always"
+    reshard_after_forward: str = "auto"
     max_microbatches_per_step: int | None = None
     fsdp_cpu_offload: bool = False
 
@@ -42,9 +42,7 @@ class Layout:
         out = []
         for item in fields(self):
             value = getattr(self, item.name)
-            if value not in ("none", "always", None, False) and (
-                value != 1 or item.name == "micro_batch_size"
-            ):
+            if value not in ("none", "auto", None, False) and (value != 1 or item.name == "micro_batch_size"):
                 out += ["--" + item.name.replace("_", "-"), *([] if value is True else [str(value)])]
         if self.tensor_model_parallel_size > 1:
             out.append("--sequence-parallel")

@@ -38,8 +38,8 @@ def test_what_is_freed_and_when_it_is_reduced(words, frees, each):
 
 
 def test_the_limit_is_of_a_ranks_layers():
-    assert not keeps_whole(config_of("--pipeline-model-parallel-size 16"))
-    assert keeps_whole(config_of("--pipeline-model-parallel-size 16 --tensor-model-parallel-size 4"))
+    assert not keeps_whole(config_of("--pipeline-model-parallel-size 8"))
+    assert keeps_whole(config_of("--pipeline-model-parallel-size 8 --tensor-model-parallel-size 4"))
 
 
 @pytest.mark.parametrize(
