@@ -147,6 +147,11 @@ def prepare(config: Config) -> tuple[Config, list[str]]:
     if config.data.reset_attention_mask:
         notes.append("without --reset-attention-mask: its block masks come to the activations")
         config = replace(config, data=replace(config.data, reset_attention_mask=False))
+    if config.model.attention_dropout:
+        notes.append(
+            "without --attention-dropout: a GPU's attention keeps no [S, S] matrix for it, a CPU's does"
+        )
+        config = replace(config, model=replace(config.model, attention_dropout=0.0))
     if config.parallel.fsdp_cpu_offload:
         notes.append("--fsdp-cpu-offload: parameters, gradients and optimizer state lie in the host's memory")
     return config, notes
