@@ -20,6 +20,7 @@ from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_t
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.folder_tokenizer import folder_tokenizer_flags
+from megatron_lite.hugging_face.imported_settings import end_ids
 from megatron_lite.model.generation import Sampling, generate
 from megatron_lite.model.loading import DTYPES, ReadTensor, load_chunk
 
@@ -33,7 +34,9 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("--top-k and --top-p choose by chance, wanted a --temperature above 0 with them")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no CUDA device here, wanted cpu or no --device")
-    config, read, flags_of_tokenizer = open_model(arguments.load, arguments.ckpt_step, arguments.hf_model)
+    config, read, flags_of_tokenizer, ends = open_model(
+        arguments.load, arguments.ckpt_step, arguments.hf_model
+    )
     if arguments.tokenizer_type is not None:
         tokenizer = build_tokenizer(tokenizer_config(arguments), config.vocab_size)
     else:
@@ -43,7 +46,11 @@ def main(argv: Sequence[str]) -> None:
     model = load_chunk(config, range(config.num_layers), read, DTYPES[arguments.dtype], device)
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     generator = torch.Generator().manual_seed(arguments.seed)
-    stop = {tokenizer.eod} if tokenizer is not None and not arguments.ignore_eod else ()
+    stop = (
+        ()
+        if arguments.ignore_eod
+        else ends(tokenizer) | ({tokenizer.eod} if tokenizer is not None else set())
+    )
     for text, ids in zip(arguments.prompt, prompts):
         for _ in range(arguments.num_samples):
             new = generate(model, ids, arguments.max_new_tokens, sampling, generator, stop)
@@ -53,11 +60,16 @@ def main(argv: Sequence[str]) -> None:
 
 def open_model(
     load: str | None, step: int | None, hf_model: Path | None
-) -> tuple[ModelConfig, ReadTensor, Callable[[], Tokenizer | None]]:
-    """Flags, weights by name, and what gives the tokenizer."""
+) -> tuple[ModelConfig, ReadTensor, Callable[[], Tokenizer | None], Callable[[Tokenizer | None], set[int]]]:
+    """Flags, weights by name, what gives the tokenizer, and the ids that end a text with one."""
     if hf_model is None:
         source = CheckpointModel(str(load), step)
-        return source.config.model, source.read, source.tokenizer
+        return (
+            source.config.model,
+            source.read,
+            source.tokenizer,
+            lambda tokenizer: end_ids(source.settings) if source.has_imported_tokenizer(tokenizer) else set(),
+        )
     folder = ModelFolder(hf_model)
     weights = dict(folder.our_tensors())
     flags = folder_tokenizer_flags(hf_model)
@@ -65,7 +77,7 @@ def open_model(
     def tokenizer() -> Tokenizer | None:
         return build_tokenizer(flags, folder.model.vocab_size) if flags is not None else None
 
-    return folder.model, weights.__getitem__, tokenizer
+    return folder.model, weights.__getitem__, tokenizer, lambda tokenizer: end_ids(folder.settings)
 
 
 def encode(text: str, tokenizer: Tokenizer | None) -> list[int]:

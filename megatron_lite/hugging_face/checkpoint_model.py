@@ -1,6 +1,7 @@
 """The model that a checkpoint holds, whatever layout wrote it: flags, weights by global name, tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -8,7 +9,7 @@ from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.stored_tokenizer import stored_tokenizer_flags
-from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
 from megatron_lite.hugging_face.weights import our_shapes
 
 
@@ -19,6 +20,7 @@ class CheckpointModel:
         config: the run's.
         train_state: iteration, consumed samples and so on.
         shapes: {global name: shape} of the weights.
+        settings: of the Hugging Face model that training began from (imported_settings), None without one.
     """
 
     def __init__(self, load: str, step: int | None = None) -> None:
@@ -36,6 +38,8 @@ class CheckpointModel:
         self.train_state = self.reader.train_state
         if self.config.model.vocab_size is None or self.config.model.padded_vocab_size is None:
             raise ConfigError(f"{self.path} does not say how large its vocabulary is")
+        settings = self.train_state.get("hugging_face")
+        self.settings: dict[str, Any] | None = settings if isinstance(settings, dict) else None
         self.shapes = our_shapes(self.config.model)
         self._check()
 
@@ -56,6 +60,12 @@ class CheckpointModel:
         if data.tokenizer_type == "NullTokenizer":
             return build_tokenizer(flags, model.vocab_size - 1)
         return build_tokenizer(flags, model.vocab_size)
+
+    def has_imported_tokenizer(self, tokenizer: Tokenizer | None) -> bool:
+        """Whether this is the imported model's tokenizer, or none that could name other ends of text."""
+        if tokenizer is None or isinstance(tokenizer, NullTokenizer):
+            return True
+        return (self.settings or {}).get("tokenizer_fingerprint") == tokenizer.fingerprint
 
     def _check(self) -> None:
         stored = self.reader.names()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,19 @@ from typing import Any
 import torch
 
 from megatron_lite.checkpoint.writing import write_checkpoint
-from megatron_lite.config import Config, DataConfig
+from megatron_lite.config import Config, ConfigError, DataConfig
 from megatron_lite.data.command_line import RunError
-from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.folder import ModelFolder
+from megatron_lite.hugging_face.imported_settings import (
+    TOKEN_IDS,
+    exported_settings,
+    imported_tokenizer_fields,
+)
 from megatron_lite.hugging_face.model_card import model_card
 from megatron_lite.hugging_face.model_config_json import (
     choose_architecture,
-    generation_config_json,
     model_config_json,
 )
 from megatron_lite.hugging_face.output_folder import made_aside
@@ -57,7 +62,7 @@ def export_checkpoint(
         VerificationError: when transformers computes other logits from the result.
     """
     model = source.config.model
-    architecture = choose_architecture(model, options.architecture)
+    architecture = _architecture(source, options.architecture)
     say(f"{source.path} -> {architecture}")
     maps = {entry.theirs: entry for entry in tensor_maps(architecture, model)}
     shapes = {name: their_shape(entry, source.shapes, model) for name, entry in maps.items()}
@@ -69,7 +74,7 @@ def export_checkpoint(
         total = write_shards(folder, shapes, options.dtype, options.max_shard_bytes, read)
         num_files = len(list(folder.glob("*.safetensors")))
         say(f"{len(shapes):,} tensors, {total:,} bytes in {num_files} file{'s' if num_files > 1 else ''}")
-        _write_settings(folder, output.name, source, architecture, tokenizer, options.dtype)
+        _write_settings(folder, output.name, source, architecture, tokenizer, options.dtype, say)
         texts = _export_tokenizer(folder, tokenizer, source, say)
         if options.tolerance is not None:
             read_rounded = _rounded(source.read, options.dtype)
@@ -86,6 +91,14 @@ def _rounded(read: Callable[[str], torch.Tensor], dtype: torch.dtype) -> Callabl
     return lambda name: read(name).to(dtype)
 
 
+def _architecture(source: CheckpointModel, wanted: str | None) -> str:
+    """The wanted one, else that of the imported model if it still fits, else the first that does."""
+    if wanted is None and source.settings:
+        with suppress(ConfigError):
+            return choose_architecture(source.config.model, source.settings["architecture"])
+    return choose_architecture(source.config.model, wanted)
+
+
 def _write_settings(
     folder: Path,
     name: str,
@@ -93,11 +106,18 @@ def _write_settings(
     architecture: str,
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
+    say: Say,
 ) -> None:
-    special = tokenizer.special_ids | {"eos": tokenizer.eod} if tokenizer is not None else {}
+    named = tokenizer is not None and not isinstance(tokenizer, NullTokenizer)
+    special = tokenizer.special_ids | {"eos": tokenizer.eod} if named else {}
+    same = source.has_imported_tokenizer(tokenizer)
+    beside, generation = exported_settings(source.settings, special, same, say)
+    if source.settings and source.settings["architecture"] != architecture:
+        say(f"only the ids of special tokens are kept of {source.settings['architecture']}'s config.json")
+        beside = {key: value for key, value in beside.items() if key in TOKEN_IDS}
     word = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", model_config_json(source.config.model, architecture, word, special))
-    _write_json(folder / "generation_config.json", generation_config_json(special))
+    _write_json(folder / "config.json", model_config_json(source.config.model, architecture, word, beside))
+    _write_json(folder / "generation_config.json", generation)
     parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
     card = model_card(name, architecture, parameters, word, source.config, source.train_state)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -110,7 +130,9 @@ def _export_tokenizer(
     if tokenizer is None:
         say("no tokenizer in the folder")
         return ()
-    if not write_tokenizer(tokenizer, folder, source.config.model.max_position_embeddings):
+    same = source.settings if source.has_imported_tokenizer(tokenizer) else None
+    fields = imported_tokenizer_fields(same, say)
+    if not write_tokenizer(tokenizer, folder, source.config.model.max_position_embeddings, fields):
         say(f"{tokenizer.name} has no files: no tokenizer in the folder")
         return ()
     count = check_tokenizer(tokenizer, folder)
@@ -155,7 +177,9 @@ def import_folder(
     if tokenizer is not None:
         kept = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
         config["data"] = {name: getattr(tokenizer_flags, name) for name in kept}
-    state = {"iteration": 0, "consumed_samples": 0, "weights_only": True}
+    state: dict[str, Any] = {"iteration": 0, "consumed_samples": 0, "weights_only": True}
+    fingerprint = tokenizer.fingerprint if tokenizer is not None else None
+    state["hugging_face"] = source.settings | {"tokenizer_fingerprint": fingerprint}
     files = tokenizer.files() if tokenizer is not None else ()
     with made_aside(save, "--save") as folder:
         path = Path(write_checkpoint(str(folder), 0, source.our_tensors(), config, state, files))

@@ -32,7 +32,11 @@ _ROTARY_DEFAULTS = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
     "rope_theta": 10000.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
+_BOS_1_EOS_2 = {"bos_token_id": 1, "eos_token_id": 2}
 _SLIDING_DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": 4096,
@@ -47,6 +51,7 @@ FAMILIES = {
             LLAMA,
             "llama",
             _ROTARY_DEFAULTS
+            | _BOS_1_EOS_2
             | {
                 "num_key_value_heads": None,
                 "max_position_embeddings": 2048,
@@ -58,6 +63,7 @@ FAMILIES = {
             MISTRAL,
             "mistral",
             _ROTARY_DEFAULTS
+            | _BOS_1_EOS_2
             | {"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32, "sliding_window": 4096},
         ),
         Family(
@@ -91,6 +97,9 @@ FAMILIES = {
                 "layer_norm_epsilon": 1e-5,
                 "initializer_range": 0.02,
                 "tie_word_embeddings": True,
+                "bos_token_id": 50256,
+                "eos_token_id": 50256,
+                "pad_token_id": None,
             },
         ),
     )

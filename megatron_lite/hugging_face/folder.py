@@ -16,6 +16,7 @@ from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.foreign_files import foreign_file
 from megatron_lite.hugging_face.families import GPT2, Family
 from megatron_lite.hugging_face.fields import read_json
+from megatron_lite.hugging_face.imported_settings import read_imported_settings
 from megatron_lite.hugging_face.model_flags import read_model_config
 from megatron_lite.hugging_face.weights import HEAD_WEIGHT, our_shapes, tensor_maps, to_ours
 
@@ -32,6 +33,7 @@ class ModelFolder:
     Attributes:
         model, family: what config.json says.
         log: one line per value taken.
+        settings: what else it says, for an export to say again.
     """
 
     def __init__(self, path: Path, vocabulary_multiple: int = 128) -> None:
@@ -49,6 +51,7 @@ class ModelFolder:
         self.model, self.family, self.log = read_model_config(
             self.content, str(path / "config.json"), vocabulary_multiple
         )
+        self.settings = read_imported_settings(path, self.content, self.family)
         self._files = _weight_files(path)
         self._open: dict[str, Any] = {}
         if self.model.num_layers > len(self._files):

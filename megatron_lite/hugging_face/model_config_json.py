@@ -7,9 +7,6 @@ from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.hugging_face.families import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from megatron_lite.hugging_face.rope import rope_json
 
-# Ids of special tokens under transformers' names: bos_token_id and so on.
-SpecialIds = Mapping[str, int]
-
 
 def choose_architecture(model: ModelConfig, wanted: str | None = None) -> str:
     """The architecture of transformers that computes what this model computes.
@@ -31,7 +28,7 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> str:
 
 
 def model_config_json(
-    model: ModelConfig, architecture: str, dtype: str, special: SpecialIds
+    model: ModelConfig, architecture: str, dtype: str, beside: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The content of config.json.
 
@@ -39,9 +36,9 @@ def model_config_json(
         model: with vocab_size known; the padding of the vocabulary is not told.
         architecture: as choose_architecture gives it.
         dtype: "float32", "bfloat16" or "float16".
-        special: {"bos": id, "eos": id, "pad": id}, those that the tokenizer has.
+        beside: what stands beside the maths: the ids of special tokens, fields of an imported config.json.
     """
-    content = {
+    content = {"use_cache": True, **beside} | {
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].model_type,
         "vocab_size": model.vocab_size,
@@ -50,15 +47,11 @@ def model_config_json(
         # transformers 4 reads the first, 5 the second.
         "torch_dtype": dtype,
         "dtype": dtype,
-        "use_cache": True,
     }
-    content |= {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
-    return content | (_gpt2(model) if architecture == GPT2 else _rotary(model, architecture))
-
-
-def generation_config_json(special: SpecialIds) -> dict[str, Any]:
-    """The content of generation_config.json: where generation begins and ends, nothing about taste."""
-    return {f"{name}_token_id": special[name] for name in ("bos", "eos", "pad") if name in special}
+    content |= _gpt2(model) if architecture == GPT2 else _rotary(model, architecture)
+    if not content.get("use_sliding_window", True):  # then these say nothing, as in the imported file
+        content |= {key: beside[key] for key in ("sliding_window", "max_window_layers") if key in beside}
+    return content
 
 
 def _rotary(model: ModelConfig, architecture: str) -> dict[str, Any]:

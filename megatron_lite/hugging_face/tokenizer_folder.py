@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ PROBE_TEXTS = (
 )
 
 
-def write_tokenizer(tokenizer: OurTokenizer, folder: Path, max_length: int) -> bool:
-    """Write the tokenizer's files into a folder.
+def write_tokenizer(
+    tokenizer: OurTokenizer, folder: Path, max_length: int, fields: Mapping[str, Any] | None = None
+) -> bool:
+    """Write the tokenizer's files into a folder; `fields` go into a tokenizer_config.json that is written anew.
 
     Returns False for a NullTokenizer, which has none.
 
@@ -65,7 +67,7 @@ def write_tokenizer(tokenizer: OurTokenizer, folder: Path, max_length: int) -> b
         end = core.id_to_token(tokenizer.eod)
         core.add_special_tokens([AddedToken(end, special=True, normalized=False)])
     core.save(str(folder / "tokenizer.json"))
-    _write_settings(tokenizer, _text_of_ids(folder), folder, max_length, split_special=True)
+    _write_settings(tokenizer, _text_of_ids(folder), folder, max_length, True, fields)
     return True
 
 
@@ -112,7 +114,12 @@ def _text_of_ids(folder: Path) -> Tokenizer:
 
 
 def _write_settings(
-    tokenizer: OurTokenizer, core: Tokenizer, folder: Path, max_length: int, split_special: bool
+    tokenizer: OurTokenizer,
+    core: Tokenizer,
+    folder: Path,
+    max_length: int,
+    split_special: bool,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """tokenizer_config.json: no bos or eos is added, as in training."""
     settings = {
@@ -126,6 +133,7 @@ def _write_settings(
     }
     numbers = tokenizer.special_ids | {"eos": tokenizer.eod}
     settings |= {f"{name}_token": core.id_to_token(number) for name, number in numbers.items()}
+    settings |= fields or {}
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 

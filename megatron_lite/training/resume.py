@@ -75,7 +75,8 @@ def resume(
     _load_tensors(checkpointer, found, chunks, optimizer if with_optimizer else None)
     if weights_only:
         say(f"weights from {found.path}; everything else starts at step 0")
-        return TrainState(), Schedule.from_config(config)
+        origin = {key: value for key, value in kept.items() if key == "hugging_face"}
+        return TrainState.from_dict(origin), Schedule.from_config(config)
     state = TrainState.from_dict(kept)
     if not config.checkpoint.no_load_rng:
         _restore_random(checkpointer, found, mesh, say)

@@ -15,7 +15,8 @@ class TrainState:
 
     consumed_samples advances with every step, schedule_samples (what the learning rate follows) only with steps
     that changed the weights: a skipped step does not warm up. tokens_of_source (path prefix -> tokens read) is brought
-    up to date when it is logged or saved.
+    up to date when it is logged or saved. hugging_face: what the model that training began from says beside its maths,
+    for an export to say again.
     """
 
     iteration: int = 0
@@ -28,6 +29,7 @@ class TrainState:
     tokens_of_source: dict[str, int] = field(default_factory=dict)
     loss_scale: dict[str, float] | None = None
     wandb_run_id: str | None = None
+    hugging_face: dict[str, Any] | None = None
     data_fingerprint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def their_losses(model, argv):
     ],
 )
 def test_ten_steps_of_the_program(name, world, layout, tmp_path):
-    theirs = build(name, vocab_size=VOCAB + 1)
+    ids = {"bos_token_id": 3, "eos_token_id": [0, 7]}  # no pad: transformers would not train its row
+    theirs = build(name, vocab_size=VOCAB + 1, **ids)
     theirs.save_pretrained(tmp_path / "hf")
     hf_import.main(["--hf-model", str(tmp_path / "hf"), "--save", str(tmp_path / "ck")])
     argv = [*FLAGS.split(), "--load", str(tmp_path / "ck"), "--save", str(tmp_path / "out")]
@@ -78,6 +79,8 @@ def test_ten_steps_of_the_program(name, world, layout, tmp_path):
 
     hf_export.main(["--load", str(tmp_path / "out"), "--output", str(tmp_path / "trained")])
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    for said in (trained.config, trained.generation_config):  # a NullTokenizer knows no other ends of text
+        assert {key: getattr(said, key) for key in ids} == ids
     # Not the weights: a bias of GPT-2's keys has no gradient but rounding, and Adam follows even that.
     tokens = random_tokens(vocab=VOCAB + 1)
     torch.testing.assert_close(trained(tokens).logits, theirs(tokens).logits, rtol=1e-3, atol=2e-3)
