@@ -39,7 +39,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--parity-steps", type=number(1), default=2, help="steps to train (default 2)")
     parser.add_argument(
         "--parity-factor",
-        type=number(1, float),
+        type=number(0, float),
         default=FACTOR,
         help="how many times the rounding error of one process a layout may have (default %(default)g)",
     )

@@ -119,6 +119,8 @@ class Stage(PipelineStage):
         """R: once a stage and pass where the backward is split; else the last backward has done it."""
         if splits_backward(self.config):
             self.clock.run("R", self.stage_index, -1, super().perform_reduce_grad, factor)
+        elif factor != 1:
+            self.scale_grads(factor)
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Receive a microbatch's input, into memory made now."""
