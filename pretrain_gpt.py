@@ -8,7 +8,7 @@ import sys
 import time
 
 from megatron_lite.arguments import parse_or_exit, print_and_exit
-from megatron_lite.checkpoint import stored_config
+from megatron_lite.checkpoint import check_folders, stored_config
 from megatron_lite.config import Config
 from megatron_lite.environment import Environment
 from megatron_lite.training.run_report import describe_run, start_banner
@@ -16,7 +16,7 @@ from megatron_lite.training.run_report import describe_run, start_banner
 if __name__ == "__main__":  # --help, --check and a wrong flag are answered before torch is imported
     STARTED = time.monotonic()
     ENVIRONMENT = Environment.read()
-    CONFIG = parse_or_exit(sys.argv[1:], ENVIRONMENT, stored_config)
+    CONFIG = parse_or_exit(sys.argv[1:], ENVIRONMENT, stored_config, check_folders)
     logging.basicConfig(level=CONFIG.logging.logging_level)
     if CONFIG.command.check:
         print_and_exit(describe_run(CONFIG))
@@ -57,7 +57,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         if environment.rank == 0:
             print(f"written: {convert_checkpoint(config.checkpoint)}")
         return 0
-    with distributed.process_group(config, environment) as (device, restarted):
+    with distributed.process_group(config, environment) as (device, once):
         stop = StopWatch(config.training, device, started)
         mesh = build_mesh(config, device)
         distributed.seed_everything(
@@ -85,7 +85,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
         layout = mesh_sizes(config) | {"chunks": config.parallel.num_virtual_stages_per_pipeline_rank}
         checkpointer = Checkpointer(config, mesh.host_group, layout, mesh.coordinates, tokenizer.files())
         loss_scale = LossScale.from_config(config.precision)
-        state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say, restarted)
+        state, schedule = resume(config, checkpointer, chunks, optimizer, mesh, say, once)
         checkpointer.overlap_copy_with(optimizer)
         loss_scale.load_dict(state.loss_scale)
         check_same_data(config, state, datasets.fingerprint)

@@ -16,7 +16,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lite.config import CONCERNS, Config, ConfigError
+from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
 from megatron_lite.environment import Environment
 from megatron_lite.foreign_files import foreign_file
 from megatron_lite.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN, why_refused
@@ -60,10 +60,12 @@ def parse_or_exit(
     argv: Sequence[str],
     environment: Environment,
     read_stored: Callable[[Config], StoredConfig | None] | None = None,
+    check_folders: Callable[[CheckpointConfig], None] | None = None,
 ) -> Config:
     """`parse_arguments`, or the error on stderr once (rank 0 of the run) and exit code 2.
 
     read_stored is called with --use-checkpoint-args and returns the stored configuration of the checkpoint to load.
+    check_folders is called with --check; a run asks later, when it knows whether torchrun started it again.
     """
     if {"-h", "--help"} & set(argv):
         print_and_exit(build_parser().format_help() if environment.rank == 0 else "")
@@ -71,6 +73,8 @@ def parse_or_exit(
         config = parse_arguments(argv, environment)
         if config.checkpoint.use_checkpoint_args:
             config = with_checkpoint_config(config, read_stored(config) if read_stored else None)
+        if config.command.check and check_folders is not None:
+            check_folders(config.checkpoint)
     except ConfigError as error:
         exit_with_error(error, environment)
     return config

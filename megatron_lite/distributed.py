@@ -27,6 +27,8 @@ from megatron_lite.environment import Environment, prepare_libraries
 SECONDARY_ERROR_DELAY_S = 10.0
 # The index of a corpus of trillions of tokens takes an hour; a rank that dies is noticed at once.
 INDEX_TIMEOUT = timedelta(hours=24)
+# Runs a collective check unless an earlier attempt of the same torchrun passed it: one that was refused did not.
+OnceARun = Callable[[Callable[[], None]], None]
 # Where an NVIDIA driver shows, whether or not it works.
 NVIDIA_FILES = tuple(map(Path, ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia")))
 
@@ -84,10 +86,10 @@ def describe_device(device: torch.device, config: Config) -> str:
 
 
 @contextmanager
-def process_group(config: Config, environment: Environment) -> Iterator[tuple[torch.device, bool]]:
+def process_group(config: Config, environment: Environment) -> Iterator[tuple[torch.device, OnceARun]]:
     """torch.distributed for the time of the block: NCCL on GPUs, gloo on CPUs. Without a launcher a world of one.
 
-    Yields the device, and whether torchrun started this world again, after a failure or a change of nodes.
+    Yields the device, and what runs a check that an attempt before this one may have passed.
 
     Raises:
         ConfigError: on every rank, when one cannot use its device or not all use one type.
@@ -106,7 +108,16 @@ def process_group(config: Config, environment: Environment) -> Iterator[tuple[to
     if environment.launched:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     card = {"device": device.type, "problem": problem, "host": socket.gethostname()}
-    store, cards, restarted = meet(store, rank, world_size, card, timeout)
+    whole_run = store
+    store, cards, restarted = meet(whole_run, rank, world_size, card, timeout)
+    # Asked before any rank can have passed it in this attempt. A store that a restart did not keep cannot tell.
+    passed = whole_run.check(["passed"]) or (environment.restart_count > 0 and not restarted)
+
+    def once(check: Callable[[], None]) -> None:
+        if not passed:
+            check()
+            whole_run.set("passed", "")
+
     try:
         _check_devices(cards)
     except ConfigError:
@@ -122,7 +133,7 @@ def process_group(config: Config, environment: Environment) -> Iterator[tuple[to
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
     )
     print_once(describe_device(device, config), environment)
-    yield device, restarted or environment.restart_count > 0
+    yield device, once
     # Only the good end: after a failure a collective clean-up would wait for ranks that are gone.
     dist.destroy_process_group()
 

@@ -128,6 +128,37 @@ def test_attempts_agree_on_a_part_of_the_store_that_none_before_had():
     assert not first[0][0].check(["new"])
 
 
+def test_a_check_that_refused_an_attempt_is_asked_again_in_the_next(monkeypatch):
+    """torchrun starts a refused run again too: only one that passed may find what it saved itself."""
+    store, asked = dist.HashStore(), []
+    monkeypatch.setattr(distributed, "end_with_launcher", lambda environment: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 1)]))
+    config = config_on(device="cpu")
+
+    def attempt(restart_count, refused):
+        def check():
+            asked.append(restart_count)
+            if refused:
+                raise ConfigError("another run's")
+
+        environment = Environment(launched=True, restart_count=restart_count)
+        try:
+            with distributed.process_group(config, environment) as (_, once):
+                once(check)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    for count in range(2):
+        with pytest.raises(ConfigError):
+            attempt(count, refused=True)
+    attempt(2, refused=False)
+    attempt(3, refused=True)
+    store = dist.HashStore()  # one that a restart did not keep
+    attempt(4, refused=True)
+    assert asked == [0, 1, 2]
+
+
 def test_a_rank_that_does_not_come_is_named():
     outcomes = meet(dist.HashStore(), [card("a"), card("b"), None, None, None], seconds=1)
     assert str(outcomes[0]).startswith("ranks 2-4 of 5 did not start within 0:00:01")

@@ -13,11 +13,12 @@ in `megatron_lite.checkpoint.checkpointer` (Checkpointer: save, async save, load
 """
 
 from megatron_lite.checkpoint.compare import Difference, check_resumable, compare_configs, stored_config
-from megatron_lite.checkpoint.folder import Found, find_checkpoint, find_in
+from megatron_lite.checkpoint.folder import Found, check_folders, find_checkpoint, find_in
 
 __all__ = [
     "Difference",
     "Found",
+    "check_folders",
     "check_resumable",
     "compare_configs",
     "find_checkpoint",

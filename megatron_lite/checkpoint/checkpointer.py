@@ -157,9 +157,9 @@ class Checkpointer:
                 print(f"warning: {note}", flush=True)
         return found
 
-    def refuse_to_replace(self, found: Found | None) -> None:
-        """Raise ConfigError when --save holds another run's checkpoints than the one this run goes on from."""
-        self._ranks.first(lambda: refuse_to_replace(self._config.checkpoint, found))
+    def refuse_to_replace(self, found: Found | None, weights_only: bool) -> None:
+        """Raise ConfigError when --save holds other checkpoints than those that this run goes on from."""
+        self._ranks.first(lambda: refuse_to_replace(self._config.checkpoint, found, weights_only))
 
     def read_train_state(self, found: Found) -> dict[str, Any]:
         """What was given to save as train_state, and "layout"."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.checkpoint.manifest import MANIFEST, IncompleteError, read_manifest, why_incomplete
@@ -61,11 +62,11 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
         same = config.save is not None and same_folder(config.save, config.load)
         if not storage.is_folder() and not config.pretrained_checkpoint and (config.finetune or not same):
             raise ConfigError(
-                f"--load {config.load}: there is no such folder"
+                f"--load {config.load}: there is no such folder{_file_instead(config.load)}"
                 + (", which --finetune starts from" if config.finetune else " (nor is it --save's)")
             )
         found = find_in(config.load, config.ckpt_step, rejected)
-        lies_there = [] if found or same or not storage.is_folder() else storage.names()
+        lies_there = [] if found or same else _visible(storage)
         if lies_there:
             raise ConfigError(
                 f"--load {config.load} holds no checkpoint but {_described(storage, lies_there)}; wanted a folder "
@@ -74,8 +75,11 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
     if found is None and config.pretrained_checkpoint:
         found = find_in(config.pretrained_checkpoint, None, rejected, flag="--pretrained-checkpoint")
         if found is None:
+            storage = storage_for(config.pretrained_checkpoint)
+            lies_there = _visible(storage)
+            what = f" but {_described(storage, lies_there)}" if lies_there else ""
             raise ConfigError(
-                f"--pretrained-checkpoint {config.pretrained_checkpoint}: there is no checkpoint"
+                f"--pretrained-checkpoint {config.pretrained_checkpoint}: there is no checkpoint{what}"
             )
         found = replace(found, pretrained=True)
     if found is None and config.exit_on_missing_checkpoint:
@@ -94,22 +98,56 @@ def same_folder(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def refuse_to_replace(config: CheckpointConfig, found: Found | None) -> None:
+def refuse_to_replace(config: CheckpointConfig, found: Found | None, weights_only: bool) -> None:
     """A run that does not go on from --save's checkpoints must not write over them.
+
+    Args:
+        weights_only: of what was found only the weights are taken, and steps are counted from 0 again.
 
     Raises:
         ConfigError: unless --overwrite-checkpoints.
     """
-    goes_on = found is not None and config.save and same_folder(parent_of(found.path)[0], config.save)
-    if not config.save or goes_on or config.overwrite_checkpoints:
+    own = found is not None and config.save and same_folder(parent_of(found.path)[0], config.save)
+    if not config.save or (own and not weights_only) or config.overwrite_checkpoints:
         return
     complete, _ = survey(storage_for(config.save))
-    if complete:
+    if own and any(complete):  # an imported model is iteration 0, which no save replaces
+        raise ConfigError(
+            f"--save {config.save} holds the checkpoints that this run takes only the weights from (the newest of "
+            f"iteration {max(complete)}), and it starts at step 0: another --save leaves them alone, no --finetune "
+            "goes on from them, --overwrite-checkpoints replaces those of the same iterations"
+        )
+    if complete and not own:
         raise ConfigError(
             f"--save {config.save} holds checkpoints of another run (the newest of iteration {max(complete)}), which "
             f"this run does not start from: --load {config.save} goes on from them, another --save leaves them alone, "
             "--overwrite-checkpoints replaces those of the same iterations"
         )
+
+
+def check_folders(config: CheckpointConfig) -> None:
+    """For --check: refuse what a run would refuse of --load and --save, as far as they lie on this machine."""
+    sources = [path for path in (config.load, config.pretrained_checkpoint) if path is not None]
+    if all("://" not in path and Path(path).exists() for path in sources):
+        found = find_checkpoint(config) if sources else None
+        weights_only = config.finetune or (found is not None and found.pretrained)
+        refuse_to_replace(config, found, weights_only)
+
+
+def _file_instead(path: str) -> str:
+    if not Path(path).is_file():
+        return ""
+    if path.endswith(".pt"):
+        return (
+            ", it is a file: torch.load reads what --ckpt-convert-format torch writes, no run goes on from it"
+        )
+    return ", it is a file"
+
+
+def _visible(storage: Storage) -> list[str]:
+    """What lies in a folder, but for what a filesystem or a file manager leaves there."""
+    names = storage.names() if storage.is_folder() else []
+    return [name for name in names if not name.startswith(".") and name != "lost+found"]
 
 
 def _described(storage: Storage, names: list[str]) -> str:
@@ -118,7 +156,7 @@ def _described(storage: Storage, names: list[str]) -> str:
         return "a Hugging Face model (tools/hf_import.py makes a checkpoint of it)"
     if any(re.fullmatch(r"iter_\d+\.pt", name) for name in names):
         return "files of --ckpt-convert-format torch, which torch.load reads and no run goes on from"
-    shown = [name for name in sorted(names) if not name.startswith(".")]
+    shown = sorted(names)
     inner = [name for name in shown if storage.is_folder(name) and POINTER in storage.names(name)]
     if inner:
         return f"folders that hold checkpoints: {', '.join(inner[:5])}"

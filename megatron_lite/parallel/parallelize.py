@@ -46,15 +46,24 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
     if config.parallel.compile:
         compile_layers(chunk, config, mesh.device)
     if is_unsharded(config):
-        chunk.to_empty(device=mesh.device)
-        if chunk.tied and chunk.embedding is not None and chunk.lm_head is not None:
-            # to_empty gave each of them a weight of its own; FSDP mends that where it is.
-            chunk.lm_head.weight = chunk.embedding.word_embeddings.weight
+        _leave_meta(chunk, mesh.device)
     else:
         apply_fsdp(chunk, mesh.fsdp_mesh, config)
         chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
     initialize_weights(chunk, config)
     return chunk
+
+
+def _leave_meta(chunk: nn.Module, device: torch.device) -> None:
+    """Module.to_empty that keeps a tied weight one, as FSDP does where it is, and takes fake tensors too."""
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in fresh:
+                fresh[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
+            setattr(module, name, fresh[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def compile_layers(chunk: nn.Module, config: Config, device: torch.device) -> None:

@@ -53,12 +53,12 @@ def check_replicas(chunks: list[nn.Module], mesh: ParallelMesh, iteration: int) 
 def check_tied_copies(
     chunks: list[nn.Module], optimizer: torch.optim.Optimizer, mesh: ParallelMesh, iteration: int
 ) -> None:
-    """Compare the embedding's weight and its copy in the head, with their optimizer state (one all-reduce over pp).
+    """Compare the embedding's weight and its copy in the head, with their optimizer state (all-reduces of one number).
 
     Both are read once: little beside a save, which calls this.
 
     Raises:
-        ReplicaError: on every rank of the group: the copies have drifted apart.
+        ReplicaError: on every rank: the copies have drifted apart.
     """
     if mesh.size("pp") == 1 or not any(chunk.tied for chunk in chunks):
         return
@@ -68,10 +68,12 @@ def check_tied_copies(
         [("embedding", chunk.embedding.word_embeddings.weight) for chunk in holders], optimizer
     )
     difference = _checksum(own.values(), mesh.device) - _checksum(copies.values(), mesh.device)
-    if mesh.sum_over(difference, "pp").item():
+    differ = mesh.sum_over(difference, "pp") != 0
+    # All ranks raise: those of other pipelines would wait for these in the save.
+    if mesh.sum_over(differ.float(), *AXES).item():
         raise ReplicaError(
             f"after iteration {iteration} the embedding's weight and its tied copy in the head differ, in value or "
-            f"optimizer state, at {mesh.coordinates}: the checkpoint is not written"
+            f"optimizer state{f', at {mesh.coordinates}' if differ.item() else ''}: the checkpoint is not written"
         )
 
 
@@ -98,8 +100,11 @@ def nonfinite_tensors(tensors: Mapping[str, torch.Tensor], mesh: ParallelMesh) -
         for name, tensor in tensors.items()
         if tensor.is_floating_point() and local_part(tensor).numel()
     }
-    largest = torch.stack(
-        [norm.to(mesh.device) for norm in torch._foreach_norm(list(parts.values()), math.inf)]
+    norms = torch._foreach_norm(list(parts.values()), math.inf) if parts else []
+    largest = (
+        torch.stack([norm.to(mesh.device).float() for norm in norms])
+        if parts
+        else torch.empty(0, device=mesh.device)
     )
     bad = (~largest.isfinite()).float()
     if not mesh.sum_over(bad.sum(), *AXES).item():

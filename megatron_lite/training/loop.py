@@ -269,9 +269,9 @@ class Trainer:
         started = time.perf_counter()
         rank_state = {} if config.no_save_rng else random_state(self.mesh.device)
         self._count_sources()
-        check_tied_copies(self.chunks, self.optimizer, self.mesh, self.state.iteration)
         tensors = checkpoint_tensors(self.chunks, None if config.no_save_optim else self.optimizer)
         self._refuse_nonfinite(tensors)
+        check_tied_copies(self.chunks, self.optimizer, self.mesh, self.state.iteration)
         train_state = self.state.to_dict() | {"schedule": self.schedule.to_dict()}
         if not self.checkpointer.save(self.state.iteration, tensors, train_state, rank_state):
             return  # it has said why; the next due step, or the end, tries again

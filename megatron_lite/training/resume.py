@@ -49,25 +49,26 @@ def resume(
     optimizer: torch.optim.Optimizer,
     mesh: ParallelMesh,
     say: Say,
-    restarted: bool = False,
+    once: Callable[[Callable[[], None]], None] = lambda check: check(),
 ) -> tuple[TrainState, Schedule]:
     """Load what --load, --finetune, --pretrained-checkpoint and their kin ask for, or start afresh.
 
-    restarted: by torchrun after a failure, so that --save may hold what this same run saved.
+    once: runs a check but in a restart by torchrun of a run that passed it: --save may hold what it saved itself.
 
     Raises:
         ConfigError: a checkpoint asked for by name is not there, does not fit the flags, or lacks tensors.
     """
     found = checkpointer.find()
-    if not restarted:
-        checkpointer.refuse_to_replace(found)
+    kept = checkpointer.read_train_state(found) if found is not None else {}
+    # tools/hf_import.py says so in what it writes: there is no optimizer state and no place to go on from.
+    weights_only = found is not None and (
+        config.checkpoint.finetune or found.pretrained or kept.get("weights_only", False)
+    )
+    once(lambda: checkpointer.refuse_to_replace(found, weights_only))
     if found is None:
         if config.checkpoint.load:
             say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
         return TrainState(), Schedule.from_config(config)
-    kept = checkpointer.read_train_state(found)
-    # tools/hf_import.py says so in what it writes: there is no optimizer state and no place to go on from.
-    weights_only = config.checkpoint.finetune or found.pretrained or kept.get("weights_only", False)
     stored, same_tokenizer = checkpointer.read_config(found), checkpointer.has_same_tokenizer(found)
     for line in check_resumable(config, stored, found, weights_only, same_tokenizer):
         say(line)

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from megatron_lite.checkpoint.folder import (
+    check_folders,
     clear_leftovers,
     expired,
     find_checkpoint,
@@ -322,8 +323,35 @@ def test_a_run_does_not_write_over_another_ones_checkpoints(tmp_path):
     elsewhere = CheckpointConfig(save=str(mine), load=str(other))
     for config in (fresh, elsewhere):
         with pytest.raises(ConfigError, match="newest of iteration 5.*--overwrite-checkpoints"):
-            refuse_to_replace(config, find_checkpoint(config))
-    refuse_to_replace(going_on, find_checkpoint(going_on))
-    refuse_to_replace(CheckpointConfig(save=str(mine), overwrite_checkpoints=True), None)
-    refuse_to_replace(CheckpointConfig(save=str(tmp_path / "new")), None)
-    refuse_to_replace(CheckpointConfig(), None)
+            refuse_to_replace(config, find_checkpoint(config), weights_only=False)
+        with pytest.raises(ConfigError, match="newest of iteration 5"):
+            check_folders(config)
+    refuse_to_replace(going_on, find_checkpoint(going_on), weights_only=False)
+    check_folders(going_on)
+    check_folders(CheckpointConfig(save=str(mine), load=str(tmp_path / "on the cluster")))
+    refuse_to_replace(CheckpointConfig(save=str(mine), overwrite_checkpoints=True), None, weights_only=False)
+    refuse_to_replace(CheckpointConfig(save=str(tmp_path / "new")), None, weights_only=False)
+    refuse_to_replace(CheckpointConfig(), None, weights_only=False)
+
+
+def test_finetuning_does_not_write_over_what_it_starts_from(tmp_path):
+    """It counts from 0 again, in the same folder too; an imported model, iteration 0, is replaced by no save."""
+    config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path), finetune=True)
+    make_checkpoint(tmp_path, 0)
+    check_folders(config)
+    make_checkpoint(tmp_path, 5)
+    with pytest.raises(ConfigError, match="only the weights from .the newest of iteration 5.*--finetune"):
+        check_folders(config)
+    check_folders(CheckpointConfig(save=str(tmp_path / "new"), load=str(tmp_path), finetune=True))
+
+
+def test_what_is_no_folder_of_checkpoints_is_named(tmp_path):
+    (tmp_path / "iter_0000010.pt").touch()
+    with pytest.raises(ConfigError, match="no such folder, it is a file: torch.load reads"):
+        find_checkpoint(CheckpointConfig(load=str(tmp_path / "iter_0000010.pt")))
+    (tmp_path / "config.json").touch(), (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="there is no checkpoint but a Hugging Face"):
+        find_checkpoint(CheckpointConfig(pretrained_checkpoint=str(tmp_path)))
+    for name in (".DS_Store", "lost+found"):  # an empty folder, all the same
+        (tmp_path / "new" / name).mkdir(parents=True)
+    assert find_checkpoint(CheckpointConfig(load=str(tmp_path / "new"))) is None

@@ -247,6 +247,8 @@ def test_from_the_command_line():
         "rank 0 of 4 (pp 0/2, dp_shard 0/2)",
         "rank 2 of 4 (pp 1/2, dp_shard 0/2)",
     ]
+    alone = run_alone(f"{MODEL} {TRAINING} --dry-run".split())  # nothing is sharded
+    assert alone.returncode == 0, alone.stderr
 
 
 SEVENTY_BILLION = """
