@@ -173,12 +173,8 @@ def check_logging(config: Config) -> None:
             f"--timeline-step-end {logging.timeline_step_end} is not after --timeline-step-start "
             f"{logging.timeline_step_start}"
         )
-    if config.command.planning:
-        return
-    if logging.profile:
-        _check_can_be_made(profile_folder(config), f"--profile writes to {profile_folder(config)}")
-    if logging.timeline is not None:
-        _check_can_be_made(Path(logging.timeline).parent, f"--timeline {logging.timeline}")
+    if logging.profile and not config.command.planning:
+        _check_can_be_made(profile_folder(config), "--profile")
 
 
 def profile_folder(config: Config) -> Path:
@@ -187,7 +183,9 @@ def profile_folder(config: Config) -> Path:
 
 
 def _check_can_be_made(folder: Path, flag: str) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "is not a folder" if not there.is_dir() else "cannot be written to"
-        raise ConfigError(f"{flag}, but {there} {what}, wanted a folder that is there or can be made")
+        raise ConfigError(
+            f"{flag} writes to {folder}, but {there} {what}, wanted a folder that is there or can be made"
+        )

@@ -28,8 +28,8 @@ class Sink(Protocol):
 class BackgroundSink:
     """A sink that is built, fed and closed by its own daemon thread, through a bounded queue.
 
-    A sink that raises is reported once and left out from then on; records that found the queue full, or that were still
-    waiting at the end, are counted and reported.
+    A sink that raises is reported at once and left out from then on; records that it did not take, as it had failed, did
+    not keep up or did not end, are counted and reported at the end.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BackgroundSink:
         self._build, self._say, self._abandon = build, say, abandon
         self._waiting: deque[tuple[Record, int]] = deque()
         self._changed = threading.Condition()
-        self._closing = self._failed = False
+        self._closing = self._failed = self._abandoned = False
         self._given = self._dropped = self._kept = 0
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
@@ -58,9 +58,9 @@ class BackgroundSink:
     def track(self, record: Record, step: int) -> None:
         """Queue a record; drop it when the queue is full. Never blocks."""
         with self._changed:
+            self._given += 1
             if self._failed:
                 return
-            self._given += 1
             full = len(self._waiting) >= QUEUE_LIMIT
             if not full:
                 self._waiting.append((dict(record), step))
@@ -83,13 +83,16 @@ class BackgroundSink:
         """Wait for the thread until `deadline` (time.monotonic()), then leave it behind; report what was lost."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         late = self._thread.is_alive()
+        with self._changed:
+            self._abandoned = late
+            lost, given, failed = self._given - self._kept, self._given, self._failed
         if late:
             self._abandon()
-        with self._changed:
-            lost, given, failed = self._given - self._kept, self._given, self._failed
-        if failed or not (late or lost):
+        if not (late or lost) or (failed and not self._kept):  # why it took nothing was said when it failed
             return
-        if late:
+        if failed:
+            why = "failed"
+        elif late:
             why = f"did not finish within {CLOSE_TIMEOUT_S:g} s and is left behind; of what it took some may be unsent"
         else:
             why = "did not keep up"
@@ -109,7 +112,9 @@ class BackgroundSink:
             with self._changed:
                 self._failed = True
                 self._waiting.clear()
-            self._say(f"warning: {self.name} {doing}: {str(error) or type(error).__name__}")
+                told = self._abandoned  # why the run went on without it
+            if not told:
+                self._say(f"warning: {self.name} {doing}: {str(error) or type(error).__name__}")
 
     def _next(self) -> tuple[Record, int] | None:
         """The next record; None when there will be none."""

@@ -73,6 +73,27 @@ def test_a_package_that_blocks_holds_nobody(where, monkeypatch, capsys, tmp_path
         assert "7 of 7 records were dropped" in out
 
 
+def test_what_a_package_that_fails_midway_did_not_take_is_counted(monkeypatch, capsys, tmp_path):
+    tries, failed = [], threading.Event()
+
+    def log():
+        tries.append(1)
+        if len(tries) == 3:
+            failed.set()
+            raise OSError("the server is gone")
+
+    fake_wandb(monkeypatch, log=log)
+    tracker = build_tracker(config_with(wandb_project="p", wandb_save_dir=str(tmp_path)), Environment(), None)
+    for step in range(1, 4):
+        tracker.track({"lm loss": 1.0}, step)
+    assert failed.wait(30)
+    tracker.track({"lm loss": 1.0}, 4)
+    tracker.close()
+    out = capsys.readouterr().out
+    assert "wandb failed and is left out from here on: the server is gone" in out
+    assert "warning: wandb failed: 2 of 4 records were dropped" in out
+
+
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
 def test_a_package_that_ends_the_program_is_left_out(where, monkeypatch, capsys, tmp_path):
     fake_wandb(monkeypatch, **{where: leave})
