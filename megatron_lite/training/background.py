@@ -28,8 +28,8 @@ class Sink(Protocol):
 class BackgroundSink:
     """A sink that is built, fed and closed by its own daemon thread, through a bounded queue.
 
-    A sink that raises is reported at once and left out from then on; records that it did not take, as it had failed, did
-    not keep up or did not end, are counted and reported at the end.
+    A sink that raises is reported at once and left out from then on; records that it did not take because it had
+    failed, did not keep up or did not end are counted and reported at the end.
     """
 
     def __init__(
