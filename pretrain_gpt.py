@@ -7,11 +7,11 @@ import logging
 import sys
 import time
 
-from megatron_lite.arguments import parse_or_exit, print_and_exit
+from megatron_lite.arguments.parse import parse_or_exit, print_and_exit
 from megatron_lite.checkpoint import check_folders, stored_config
 from megatron_lite.config import Config
-from megatron_lite.environment import Environment
-from megatron_lite.training.run_report import describe_run, start_banner
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.rehearsal.run_report import describe_run, start_banner
 
 if __name__ == "__main__":  # --help, --check and a wrong flag are answered before torch is imported
     STARTED = time.monotonic()
@@ -23,27 +23,27 @@ if __name__ == "__main__":  # --help, --check and a wrong flag are answered befo
 
 # ruff: noqa: E402
 
-from megatron_lite import distributed
+from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
+from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.conversion import convert_checkpoint
 from megatron_lite.data.build import Builder, build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.mesh import build_mesh
-from megatron_lite.mesh_sizes import mesh_sizes
+from megatron_lite.distributed.mesh import build_mesh
+from megatron_lite.distributed.process_group import process_group as distributed
 from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.model.vocabulary import with_vocabulary
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Pipeline
-from megatron_lite.training.batch_size import BatchSchedule
+from megatron_lite.rehearsal.dry_run import rehearse
 from megatron_lite.training.evaluate import Evaluator
 from megatron_lite.training.loop import Trainer, evaluate_at_end
 from megatron_lite.training.loss_scale import LossScale
 from megatron_lite.training.metrics import Metrics
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.profile import profiled
-from megatron_lite.training.rehearsal import rehearse
 from megatron_lite.training.resume import check_same_data, resume
 from megatron_lite.training.signals import StopWatch
 from megatron_lite.training.timeline import timeline

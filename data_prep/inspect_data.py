@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
 from megatron_lite.data.blends import SPLITS, parse_blend, parse_split, split_bounds, split_range
-from megatron_lite.data.command_line import Parser, number, run, write_aside
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.files.command_line import Parser, number, run, write_aside
 
 PIECE = 1 << 22  # tokens looked at in one go
 BAR = 40  # characters of the longest bar of a histogram

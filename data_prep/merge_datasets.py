@@ -22,10 +22,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, make_folder_of, run, write_aside
 from megatron_lite.data.indexed_dataset import IndexedDataset, sync_folder, write_index
-from megatron_lite.data.journal import disk_error
-from megatron_lite.foreign_files import foreign_file
+from megatron_lite.files.command_line import Parser, make_folder_of, run, write_aside
+from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.preprocessing.journal import disk_error
 
 COPY_BYTES = 1 << 24
 PIECE = 1 << 20  # entries of an index handled at a time

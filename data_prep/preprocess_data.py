@@ -25,8 +25,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, make_folder_of, number, run
-from megatron_lite.data.documents import (
+from megatron_lite.data.indexed_dataset import best_dtype
+from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.files.command_line import Parser, make_folder_of, number, run
+from megatron_lite.preprocessing.documents import (
     Chunk,
     Extent,
     Source,
@@ -38,12 +40,10 @@ from megatron_lite.data.documents import (
     resume_spans,
     split_spans,
 )
-from megatron_lite.data.encoding import ChunkEncoder, Encoded, EncodingOptions
-from megatron_lite.data.indexed_dataset import best_dtype
-from megatron_lite.data.journal import Journal, disk_error
-from megatron_lite.data.records import place
-from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
-from megatron_lite.data.workers import map_in_order
+from megatron_lite.preprocessing.encoding import ChunkEncoder, Encoded, EncodingOptions
+from megatron_lite.preprocessing.journal import Journal, disk_error
+from megatron_lite.preprocessing.records import place
+from megatron_lite.preprocessing.workers import map_in_order
 
 MAX_EXAMPLES = 3  # bad documents shown of each kind
 NO_EFFECT = {

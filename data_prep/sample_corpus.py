@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, make_folder_of, number, run
+from megatron_lite.files.command_line import Parser, make_folder_of, number, run
 
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}

@@ -21,8 +21,8 @@ import sentencepiece
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import Parser, make_folder_of, number, run, write_aside
-from megatron_lite.data.documents import (
+from megatron_lite.files.command_line import Parser, make_folder_of, number, run, write_aside
+from megatron_lite.preprocessing.documents import (
     CHUNK_BYTES,
     Source,
     Span,
@@ -31,7 +31,7 @@ from megatron_lite.data.documents import (
     line_start,
     read_chunks,
 )
-from megatron_lite.data.records import parse, place
+from megatron_lite.preprocessing.records import parse, place
 
 NUM_BASE_PIECES = 3 + 256  # unk, bos, eos and the bytes
 MAX_LINE = 1000  # characters; SentencePiece leaves out what is longer than its limit of bytes

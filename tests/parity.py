@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_lite.arithmetic.partition import plan_from_config, stages_of_rank
 from megatron_lite.config import (
     Config,
     DataConfig,
@@ -15,11 +16,10 @@ from megatron_lite.config import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.partition import plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Pipeline
 from tools.verify_parity import (
     FACTOR,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 import pretrain_gpt
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]

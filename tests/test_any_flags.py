@@ -6,13 +6,13 @@ from dataclasses import fields
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.arguments import flag_of, parse_arguments
+from megatron_lite.arguments.parse import flag_of, parse_arguments
+from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.partition import plan_from_config
 from megatron_lite.config import CONCERNS, Config, ConfigError
-from megatron_lite.environment import Environment
-from megatron_lite.parallel.partition import plan_from_config
-from megatron_lite.training.batch_size import BatchSchedule
-from megatron_lite.training.lr_schedule import Schedule
-from megatron_lite.training.run_report import describe_run
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.rehearsal.run_report import describe_run
 
 SMALL = st.integers(-1, 12).map(str) | st.sampled_from(["16", "24", "32", "48", "64"])
 ODD = st.sampled_from(

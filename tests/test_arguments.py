@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.arguments import (
+from megatron_lite.arguments.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN
+from megatron_lite.arguments.parse import (
     build_parser,
     flag_of,
     parse_arguments,
     parse_or_exit,
 )
 from megatron_lite.config import CONCERNS, Config, ConfigError
-from megatron_lite.environment import Environment
-from megatron_lite.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN
+from megatron_lite.distributed.environment import Environment
 
 ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "golden" / "flags.txt"
@@ -308,7 +308,7 @@ def test_paths_that_are_not_there(tmp_path):
 def test_an_error_leaves_with_code_2_and_is_printed_once(capsys, monkeypatch):
     """By rank 0; the others wait, for torchrun stops all at the first that leaves."""
     waited = []
-    monkeypatch.setattr("megatron_lite.arguments.time.sleep", waited.append)
+    monkeypatch.setattr("megatron_lite.arguments.parse.time.sleep", waited.append)
     for rank in (0, 1):
         with pytest.raises(SystemExit) as leave:
             parse_or_exit(["--no-such-flag"], Environment(rank=rank, world_size=2))

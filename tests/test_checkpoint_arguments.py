@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments, parse_or_exit, with_checkpoint_config
+from megatron_lite.arguments.parse import parse_arguments, parse_or_exit, with_checkpoint_config
+from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.config import ConfigError
-from megatron_lite.environment import Environment
-from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
+from megatron_lite.distributed.environment import Environment
 
 BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config import ConfigError
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,11 +5,11 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.checks import check_ranges
+from megatron_lite.arguments.input_checks import data_prefixes
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import CONCERNS, Config, ConfigError
-from megatron_lite.cross_checks import check_ranges
-from megatron_lite.environment import Environment
-from megatron_lite.input_checks import data_prefixes
+from megatron_lite.distributed.environment import Environment
 
 BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --train-iters 10 --lr 1e-3 --mock-data --vocab-size 60"""

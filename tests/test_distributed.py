@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite import distributed
 from megatron_lite.config import Config, ConfigError, ParallelConfig
-from megatron_lite.environment import Environment, prepare_libraries
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.environment import Environment, prepare_libraries
+from megatron_lite.distributed.mesh import build_mesh
+from megatron_lite.distributed.process_group import process_group as distributed
 from tests.parity import make_config
 from tests.ranks import free_port, run_ranks
 from tests.runs import ROOT, flags, training_steps, write_data

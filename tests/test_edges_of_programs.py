@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import make_folder_of, number, write_aside
+from megatron_lite.files.command_line import make_folder_of, number, write_aside
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments
-from megatron_lite.environment import Environment
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.vocabulary import with_vocabulary
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.planning.devices import DEVICES, Cluster
 from megatron_lite.planning.memory import rank_memory
-from megatron_lite.training.run_report import describe_run
+from megatron_lite.rehearsal.run_report import describe_run
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(

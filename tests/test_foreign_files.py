@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import ConfigError, DataConfig
 from megatron_lite.data.blends import _read
 from megatron_lite.data.build import _read_counts
-from megatron_lite.data.documents import identify
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.folder import _open_weights
-from megatron_lite.parallel.trace import read_trace
+from megatron_lite.planning.trace import read_trace
+from megatron_lite.preprocessing.documents import identify
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 4863000\n" % (b"4" * 64)
 CONTENTS = {

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments
-from megatron_lite.environment import Environment
-from megatron_lite.training.batch_size import BatchSchedule
-from megatron_lite.training.run_report import describe_run
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.rehearsal.run_report import describe_run
 from tests.launch_scripts import PUBLISHED, SCRIPTS
 
 

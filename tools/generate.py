@@ -15,8 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError, ModelConfig
-from megatron_lite.data.command_line import Parser, number, run
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.folder_tokenizer import folder_tokenizer_flags

@@ -14,8 +14,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.data.command_line import Parser, number, run
 from megatron_lite.data.tokenizer import add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.conversions import ExportOptions, export_checkpoint
 from megatron_lite.hugging_face.families import FAMILIES

@@ -16,8 +16,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import DataConfig
-from megatron_lite.data.command_line import Parser, number, run
 from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.conversions import import_folder
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.folder_tokenizer import folder_tokenizer_flags

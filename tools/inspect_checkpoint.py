@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.metadata import StoredTensor
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
 from megatron_lite.checkpoint.storage import parent_of, storage_for
 from megatron_lite.config import ConfigError
-from megatron_lite.data.command_line import guarded
+from megatron_lite.files.command_line import guarded
 
 SHOWN_STATE = ("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations", "nan_iterations")
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import Config
-from megatron_lite.data.command_line import Parser, number, run
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.output_folder import check_free, made_aside
 from megatron_lite.megatron_checkpoint.weights import open_megatron, our_tensors, with_stored_vocabulary
 

@@ -19,14 +19,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.pipeline_schedule import SCHEDULES
+from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.data.command_line import Parser, number, run
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.model_flags import command_line_of, read_model_config
-from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
-from megatron_lite.parallel.schedule import SCHEDULES
 from megatron_lite.planning.devices import DEVICES, GIB, Cluster, Device, custom_device
 from megatron_lite.planning.search import RECOMPUTE, Found, Layout, Plan, nothing_fits, search
 

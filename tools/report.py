@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_lite.arithmetic.costs import model_costs
+from megatron_lite.arithmetic.partition import describe, plan_from_config
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.compare import read_stored_config
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.data.command_line import Parser, make_folder_of, run, write_aside
-from megatron_lite.model.costs import model_costs
-from megatron_lite.parallel.partition import describe, plan_from_config
+from megatron_lite.files.command_line import Parser, make_folder_of, run, write_aside
 from megatron_lite.training.metrics_file import MetricsFile, Record, read_metrics
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 240, 64, 28, 12, 12

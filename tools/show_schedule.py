@@ -20,14 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.arguments import parse_or_exit
-from megatron_lite.config import Config, ConfigError
-from megatron_lite.data.command_line import Parser, make_folder_of, number, run, write_aside
-from megatron_lite.environment import Environment
-from megatron_lite.model.costs import model_costs
-from megatron_lite.parallel.layout import write_layout
-from megatron_lite.parallel.partition import placement_of
-from megatron_lite.parallel.schedule import (
+from megatron_lite.arguments.parse import parse_or_exit
+from megatron_lite.arithmetic.costs import model_costs
+from megatron_lite.arithmetic.partition import placement_of
+from megatron_lite.arithmetic.pipeline_layout import write_layout
+from megatron_lite.arithmetic.pipeline_schedule import (
     Action,
     Event,
     StageTimes,
@@ -39,10 +36,13 @@ from megatron_lite.parallel.schedule import (
     schedule_timeline,
     simulate,
 )
-from megatron_lite.parallel.trace import MeasuredTimes, RecordedPass, Trace, measured_times, read_trace
+from megatron_lite.config import Config, ConfigError
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.files.command_line import Parser, make_folder_of, number, run, write_aside
 from megatron_lite.planning.balance import Proposal, propose
 from megatron_lite.planning.memory import microbatches_of
 from megatron_lite.planning.picture import Panel, draw, to_png, to_svg
+from megatron_lite.planning.trace import MeasuredTimes, RecordedPass, Trace, measured_times, read_trace
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
 MOST_CELLS = 120

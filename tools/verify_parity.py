@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_lite.arguments import parse_or_exit
+from megatron_lite.arguments.parse import parse_or_exit
+from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.config import Config, PrecisionConfig
-from megatron_lite.data.command_line import Parser, guarded, number
-from megatron_lite.environment import Environment
-from megatron_lite.model.vocabulary import known_vocabulary, with_vocabulary
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.files.command_line import Parser, guarded, number
 from megatron_lite.parallel.miniature import VOCABULARY, describe_change, miniature
 
 # A layout adds up the same numbers in another order and in other pieces, on kernels chosen by other shapes: its error
@@ -65,12 +65,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatron_lite.distributed import process_group, run_and_exit
-from megatron_lite.mesh import ParallelMesh, build_mesh, whole_tensor
+from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
+from megatron_lite.distributed.mesh import ParallelMesh, build_mesh, whole_tensor
+from megatron_lite.distributed.process_group import process_group, run_and_exit
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Batch, Pipeline
 from megatron_lite.training.evaluate import count_tokens, sum_loss
 from megatron_lite.training.gradients import clip_gradients, gradient_norm, scale_gradients

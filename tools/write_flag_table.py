@@ -13,10 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_lite.arguments import flag_of
-from megatron_lite.config import CONCERNS
-from megatron_lite.data.command_line import guarded
-from megatron_lite.megatron_flags import (
+from megatron_lite.arguments.megatron_flags import (
     ACCEPTED,
     REFUSED,
     REFUSED_KINDS,
@@ -25,6 +22,9 @@ from megatron_lite.megatron_flags import (
     SETS_UNLESS_GIVEN,
     Accepted,
 )
+from megatron_lite.arguments.parse import flag_of
+from megatron_lite.config import CONCERNS
+from megatron_lite.files.command_line import guarded
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "megatron_migration.md"
 BEGIN = "<!-- The rest is written by tools/write_flag_table.py: change the code, not these tables. -->\n"

@@ -2,7 +2,7 @@
 
 A field is a flag: `--num-layers` is `ModelConfig.num_layers`; its default, type, help, choices and limits stand in
 the dataclass and nowhere else. Names, meanings and defaults are Megatron's; the ones that are ours say so in their
-help. A field that is None in a fresh object gets its value from the others in `megatron_lite.resolution`.
+help. A field that is None in a fresh object gets its value from the others in `megatron_lite.arguments.resolve`.
 """
 
 from dataclasses import asdict, dataclass, fields

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.config import ConfigError, DataConfig
-from megatron_lite.foreign_files import foreign_file
+from megatron_lite.files.foreign_files import foreign_file
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"

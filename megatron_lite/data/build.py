@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_lite.arithmetic.batch_size import BatchSchedule
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.blended_dataset import BlendedDataset, build_blend
 from megatron_lite.data.blends import DEFAULT_SPLIT, SPLITS, Blend, Bounds, DataPlan, plan_data, split_range
@@ -16,8 +17,7 @@ from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.mock_dataset import MockSource
 from megatron_lite.data.samples import SampleOptions, Samples
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.foreign_files import foreign_file
-from megatron_lite.training.batch_size import BatchSchedule
+from megatron_lite.files.foreign_files import foreign_file
 
 # A source of a blend is asked for this part more than its share, as in Megatron-core: rounding on the way must
 # not leave it one sample short.

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_lite.config import ConfigError
-from megatron_lite.foreign_files import foreign_content, foreign_file
+from megatron_lite.files.foreign_files import foreign_content, foreign_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries: 34 bytes

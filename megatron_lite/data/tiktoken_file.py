@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from megatron_lite.config import ConfigError
-from megatron_lite.foreign_files import foreign_content
+from megatron_lite.files.foreign_files import foreign_content
 
 
 def read_tiktoken(path: Path, content: bytes) -> list[bytes]:

@@ -23,11 +23,11 @@ import tiktoken
 import tokenizers
 
 from megatron_lite.config import ConfigError, DataConfig, ModelConfig
-from megatron_lite.data.command_line import number
 from megatron_lite.data.tiktoken_file import read_tiktoken
 from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import WordEncoder, word_encoder
-from megatron_lite.foreign_files import foreign_content, foreign_file
+from megatron_lite.files.command_line import number
+from megatron_lite.files.foreign_files import foreign_content, foreign_file
 
 TOKENIZER_FLAGS = (
     "tokenizer_type",

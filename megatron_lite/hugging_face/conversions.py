@@ -11,8 +11,8 @@ import torch
 
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import Config, ConfigError, DataConfig
-from megatron_lite.data.command_line import RunError
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
+from megatron_lite.files.command_line import RunError
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.imported_settings import (

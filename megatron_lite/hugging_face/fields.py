@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import ConfigError
-from megatron_lite.foreign_files import foreign_file
+from megatron_lite.files.foreign_files import foreign_file
 from megatron_lite.hugging_face.families import MATHS_FIELDS, Family
 
 # Written by transformers, read by nobody's forward pass: not worth a line in the log.

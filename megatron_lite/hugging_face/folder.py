@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_lite.config import ConfigError, ModelConfig
-from megatron_lite.foreign_files import foreign_file
+from megatron_lite.files.foreign_files import foreign_file
 from megatron_lite.hugging_face.families import GPT2, Family
 from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.imported_settings import read_imported_settings

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from megatron_lite.arithmetic.costs import gpu_attention_kernel
 from megatron_lite.config import ModelConfig
-from megatron_lite.model.costs import gpu_attention_kernel
 
 # --attention-backend in Megatron's words -> what scaled_dot_product_attention may choose from.
 BACKENDS = {

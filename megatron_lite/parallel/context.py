@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.distributed.mesh import ParallelMesh
 
 Batch = dict[str, torch.Tensor]
 

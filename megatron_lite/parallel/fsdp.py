@@ -11,8 +11,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from megatron_lite.arithmetic.sharding import reduces_each_microbatch, reshards
 from megatron_lite.config import Config, ParallelConfig, PrecisionConfig
-from megatron_lite.parallel.sharding import reduces_each_microbatch, reshards
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
@@ -75,7 +75,7 @@ def _reshards(position: int, num_layers: int, config: Config) -> bool:
 
 
 def prepare_backward(chunk: nn.Module, config: Config, last: bool) -> None:
-    """Before the backward of a microbatch: what FSDP does with each layer when it is through (parallel/sharding.py).
+    """Before the backward of a microbatch: what FSDP does with each layer when it is through (arithmetic/sharding.py).
 
     Weights are freed and gradients reduced behind the backward of the layers before, or both wait for the last
     microbatch. Replicas are summed over once a step in any case.

@@ -7,9 +7,9 @@ and positions, how many passes a step has. Made small: widths, depth, vocabulary
 import math
 from dataclasses import replace
 
+from megatron_lite.arithmetic.costs import model_costs
+from megatron_lite.arithmetic.pipeline_schedule import check_microbatches
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.model.costs import model_costs
-from megatron_lite.parallel.schedule import check_microbatches
 
 VOCABULARY = 1000
 HEAD_WIDTH = 16

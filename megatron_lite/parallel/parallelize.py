@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_lite.arithmetic.mesh_sizes import is_unsharded
+from megatron_lite.arithmetic.partition import StagePlan
 from megatron_lite.config import Config
-from megatron_lite.mesh import ParallelMesh, local_part
-from megatron_lite.mesh_sizes import is_unsharded
+from megatron_lite.distributed.mesh import ParallelMesh, local_part
 from megatron_lite.parallel.context import apply_context_parallel
 from megatron_lite.parallel.fsdp import apply_fsdp
-from megatron_lite.parallel.partition import StagePlan
 from megatron_lite.parallel.recompute import apply_recompute
 from megatron_lite.parallel.tensor import apply_tensor_parallel
 

@@ -17,14 +17,14 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from megatron_lite.arithmetic.partition import StagePlan
+from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
+from megatron_lite.arithmetic.sharding import splits_backward
 from megatron_lite.config import Config
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.parallel.clock import ActionClock
 from megatron_lite.parallel.context import my_part_of_sequence
 from megatron_lite.parallel.fsdp import compute_dtype, prepare_backward
-from megatron_lite.parallel.partition import StagePlan
-from megatron_lite.parallel.schedule import runnable_schedule
-from megatron_lite.parallel.sharding import splits_backward
 from megatron_lite.parallel.tied import TiedWeights
 
 # --pipeline-schedule -> torch's class; one stage per rank takes the first kind, several the second.
@@ -70,7 +70,7 @@ class Stage(PipelineStage):
     """torch's stage with a clock, FSDP's own way of freeing and reducing, and buffers made when they are needed.
 
     torch's stage keeps a chunk's weights gathered and adds its gradients up whole until its last backward; here
-    parallel/sharding.py decides. It makes a buffer for every microbatch's input and output gradient when it starts and
+    arithmetic/sharding.py decides. It makes a buffer for every microbatch's input and output gradient when it starts and
     holds them for good: a batch that ramps up would run out of memory hours later. Here a buffer is made when its
     receive is posted and dropped when its action has run, so as many are there as are in flight. On torch 2.11 its
     first message to a neighbour skips one on the same rank (the V's tip).

@@ -4,9 +4,9 @@ Imports no torch. Symbols as in memory.py. Source: Korthikanti et al. 2022 (http
 model's operators.
 """
 
+from megatron_lite.arithmetic.costs import gpu_attention_kernel
+from megatron_lite.arithmetic.partition import StagePlan, placement_of, rank_of_stage
 from megatron_lite.config import Config
-from megatron_lite.model.costs import gpu_attention_kernel
-from megatron_lite.parallel.partition import StagePlan, placement_of, rank_of_stage
 
 # Rows of logits at a time with --cross-entropy-loss-fusion, as model/loss.py has it (which imports torch).
 LOSS_CHUNK_TOKENS = 1024

@@ -8,9 +8,9 @@ played with the new times.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.parallel.partition import StageWeights, placement_of, plan_stages
-from megatron_lite.parallel.schedule import Schedule, build_schedule, simulate
-from megatron_lite.parallel.trace import MeasuredTimes
+from megatron_lite.arithmetic.partition import StageWeights, placement_of, plan_stages
+from megatron_lite.arithmetic.pipeline_schedule import Schedule, build_schedule, simulate
+from megatron_lite.planning.trace import MeasuredTimes
 
 # Actions played before the search stops with the best split found: a few seconds.
 MOST_ACTIONS = 600_000

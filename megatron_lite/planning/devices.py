@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_lite.training.flops import peak_flops
+from megatron_lite.arithmetic.flops import peak_flops
 
 GIB = 1 << 30
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from megatron_lite.arithmetic.costs import ModelCosts, block_matrix_parameters, model_costs
+from megatron_lite.arithmetic.mesh_sizes import is_unsharded, mesh_sizes
+from megatron_lite.arithmetic.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
+from megatron_lite.arithmetic.sharding import reduces_each_microbatch, reshards, splits_backward
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.config.optimizers import OPTIMIZERS
-from megatron_lite.mesh_sizes import is_unsharded, mesh_sizes
-from megatron_lite.model.costs import ModelCosts, block_matrix_parameters, model_costs
-from megatron_lite.parallel.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
-from megatron_lite.parallel.schedule import runnable_schedule
-from megatron_lite.parallel.sharding import reduces_each_microbatch, reshards, splits_backward
 from megatron_lite.planning.activations import (
     activation_width,
     logits_bytes,

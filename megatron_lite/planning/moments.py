@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_lite.parallel.schedule import Action, build_schedule
+from megatron_lite.arithmetic.pipeline_schedule import Action, build_schedule
 
 Counts = tuple[int, ...]
 

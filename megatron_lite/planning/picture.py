@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from megatron_lite.parallel.schedule import Timeline
+from megatron_lite.arithmetic.pipeline_schedule import Timeline
 
 # Tells kinds apart for most colour-blind readers (Okabe and Ito 2008), on white and on black.
 KINDS = {

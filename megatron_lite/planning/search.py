@@ -3,13 +3,17 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 
+from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.partition import V_SCHEDULES
+from megatron_lite.arithmetic.pipeline_schedule import (
+    SPLIT_BACKWARD_SCHEDULES,
+    check_microbatches,
+    runnable_schedule,
+)
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.parallel.partition import V_SCHEDULES
-from megatron_lite.parallel.schedule import SPLIT_BACKWARD_SCHEDULES, check_microbatches, runnable_schedule
 from megatron_lite.planning.devices import GIB, Cluster
 from megatron_lite.planning.memory import RankMemory, microbatches_of, rank_memory
 from megatron_lite.planning.time import StepTime, least_seconds, step_time
-from megatron_lite.training.batch_size import BatchSchedule
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4)

@@ -6,11 +6,18 @@ gathers and reductions), what it does not is added (tensor and context paralleli
 
 from dataclasses import dataclass
 
+from megatron_lite.arithmetic.costs import block_matrix_parameters
+from megatron_lite.arithmetic.flops import flops_per_step
+from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
+from megatron_lite.arithmetic.partition import StagePlan, placement_of
+from megatron_lite.arithmetic.pipeline_schedule import (
+    StageTimes,
+    Timeline,
+    build_schedule,
+    runnable_schedule,
+    simulate,
+)
 from megatron_lite.config import Config
-from megatron_lite.mesh_sizes import mesh_sizes
-from megatron_lite.model.costs import block_matrix_parameters
-from megatron_lite.parallel.partition import StagePlan, placement_of
-from megatron_lite.parallel.schedule import StageTimes, Timeline, build_schedule, runnable_schedule, simulate
 from megatron_lite.planning.activations import (
     activation_width,
     attention_kernel,
@@ -27,7 +34,6 @@ from megatron_lite.planning.memory import (
     stage_local_parameters,
     stages_of,
 )
-from megatron_lite.training.flops import flops_per_step
 
 # Assumed: core attention's kernels reach this share of what large matrix products reach.
 ATTENTION_SHARE = 0.6
@@ -204,7 +210,7 @@ def step_edges(
 
 
 def pass_timeline(config: Config, cluster: Cluster) -> Timeline:
-    """One pipeline pass, played by parallel/schedule.py with this model's seconds per stage."""
+    """One pipeline pass, played by arithmetic/pipeline_schedule.py with this model's seconds per stage."""
     plans = stages_of(config)
     parallel, (_, count) = config.parallel, microbatches_of(config)
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.mesh import ParallelMesh, local_part
+from megatron_lite.distributed.mesh import ParallelMesh, local_part
 
 CLIP_EPSILON = 1e-6  # Megatron's: coefficient = clip / (norm + 1e-6)
 

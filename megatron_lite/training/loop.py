@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.lr_schedule import Schedule
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config
 from megatron_lite.data.loader import Loader
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.parallel.pipeline import Batch, Pipeline
-from megatron_lite.training.batch_size import BatchSchedule
 from megatron_lite.training.consistency import check_replicas, check_tied_copies, nonfinite_tensors
 from megatron_lite.training.evaluate import Evaluator, count_tokens, sum_loss
 from megatron_lite.training.gradients import (
@@ -25,7 +26,6 @@ from megatron_lite.training.gradients import (
     scale_gradients,
 )
 from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.lr_schedule import Schedule
 from megatron_lite.training.metrics import DECOUPLED, Metrics, StepResult, memory_record, peak_memory
 from megatron_lite.training.optimizer import set_schedule
 from megatron_lite.training.resume import checkpoint_tensors

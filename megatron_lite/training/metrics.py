@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lite.arithmetic.flops import flops_per_step, peak_flops
 from megatron_lite.config import Config
-from megatron_lite.training.flops import flops_per_step, peak_flops
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import Tracker

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import ConfigError
-from megatron_lite.foreign_files import foreign_file
+from megatron_lite.files.foreign_files import foreign_file
 
 Record = dict[str, Any]
 LARGEST = 1e300  # beyond, charts and sums overflow

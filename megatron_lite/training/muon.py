@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from megatron_lite.mesh import local_part, whole_tensor
+from megatron_lite.distributed.mesh import local_part, whole_tensor
 from megatron_lite.parallel.parallelize import owned_indices
 
 MOMENTUM = 0.95

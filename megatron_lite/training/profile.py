@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lite.arguments.input_checks import profile_folder
 from megatron_lite.config import Config, ConfigError, LoggingConfig
-from megatron_lite.input_checks import profile_folder
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.distributed.mesh import ParallelMesh
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from megatron_lite.arithmetic.lr_schedule import Schedule, resumed_schedule
 from megatron_lite.checkpoint import Found, check_resumable
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.training.gradients import copied_parameters, counted_parameters
-from megatron_lite.training.lr_schedule import Schedule, resumed_schedule
 from megatron_lite.training.optimizer import named_state
 from megatron_lite.training.state import TrainState, restore_random_state
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lite.arithmetic.mesh_sizes import AXES
 from megatron_lite.config import Config
-from megatron_lite.mesh import ParallelMesh
-from megatron_lite.mesh_sizes import AXES
+from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.parallel.clock import ActionClock, Span
 from megatron_lite.parallel.pipeline import Pipeline
-from megatron_lite.parallel.trace import trace_of, write_trace
+from megatron_lite.planning.trace import trace_of, write_trace
 
 
 def idle_shares(clock: ActionClock, device: torch.device) -> dict[str, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import Config
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.training.background import CLOSE_TIMEOUT_S, BackgroundSink, Record, Sink
 from megatron_lite.training.state import TrainState
 

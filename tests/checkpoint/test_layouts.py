@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.pieces import piece_of
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.config import CheckpointConfig
-from megatron_lite.mesh import build_mesh
-from megatron_lite.mesh_sizes import mesh_sizes
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.resume import checkpoint_tensors, tied_copies
 from tests.parity import full, make_config, set_up

@@ -10,8 +10,8 @@ import pytest
 
 from data_prep import inspect_data, merge_datasets, preprocess_data
 from megatron_lite.config import ConfigError
-from megatron_lite.data import journal
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron_lite.preprocessing import journal
 from tests.local_tokenizers import TEXT, write_sentencepiece
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lite.config import ConfigError, ModelConfig
-from megatron_lite.data.command_line import run
+from megatron_lite.files.command_line import run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.megatron_checkpoint.weights import open_megatron, our_tensors, with_stored_vocabulary
 from megatron_lite.model.loading import load_chunk

@@ -3,9 +3,9 @@
 import sys
 import time
 
-from megatron_lite.arguments import parse_or_exit
-from megatron_lite.distributed import run_and_exit
-from megatron_lite.environment import Environment
+from megatron_lite.arguments.parse import parse_or_exit
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.process_group import run_and_exit
 from megatron_lite.model.gpt import GPTChunk
 from tools import verify_parity
 

@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.mesh import build_mesh
 from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import my_samples

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.mesh import build_mesh
-from megatron_lite.parallel.partition import plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.partition import plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.pipeline_schedule import StageTimes, schedule_timeline
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.parallel.pipeline import Pipeline
-from megatron_lite.parallel.schedule import StageTimes, schedule_timeline
 from tests.parity import SEQ_LENGTH, make_batches, make_config
 from tests.ranks import run_ranks
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from megatron_lite.mesh import build_mesh
-from megatron_lite.training.rehearsal import fake_world
+from megatron_lite.distributed.mesh import build_mesh
+from megatron_lite.rehearsal.dry_run import fake_world
 from tests.model.gpu_on_cpu import forced
 from tests.parity import make_batches, make_config, set_up
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.mesh import build_mesh
 from tests.parity import bare_loss, make_batches, make_config, per_token, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import initial_model, my_samples

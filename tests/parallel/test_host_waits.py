@@ -7,11 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.context import apply_context_parallel, my_part_of_sequence
 from megatron_lite.parallel.fsdp import compute_dtype
-from megatron_lite.training.rehearsal import fake_world
+from megatron_lite.rehearsal.dry_run import fake_world
 from tests.model.gpu_on_cpu import forced
 from tests.parity import SEQ_LENGTH, make_config
 

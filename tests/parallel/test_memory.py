@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.training.gradients import local_part
 from megatron_lite.training.optimizer import build_optimizer, named_state
 from tests.parallel.live_bytes import MIB, MODEL, peaks

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.distributed import seed_everything
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.mesh import build_mesh
+from megatron_lite.distributed.process_group import seed_everything
 from tests.parity import full, make_batches, make_config, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import my_samples

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import CheckpointConfig
-from megatron_lite.mesh import build_mesh, local_part
+from megatron_lite.distributed.mesh import build_mesh, local_part
 from megatron_lite.training.consistency import ReplicaError, check_tied_copies
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.resume import checkpoint_tensors, tied_copies

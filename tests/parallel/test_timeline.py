@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.arithmetic.partition import plan_from_config
+from megatron_lite.arithmetic.pipeline_schedule import build_schedule, runnable_schedule, schedule_timeline
 from megatron_lite.config import ConfigError
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.parallel.clock import ActionClock
-from megatron_lite.parallel.partition import plan_from_config
-from megatron_lite.parallel.schedule import build_schedule, runnable_schedule, schedule_timeline
-from megatron_lite.parallel.trace import FORMAT, Trace, measured_times, read_trace, trace_of, write_trace
+from megatron_lite.planning.trace import FORMAT, Trace, measured_times, read_trace, trace_of, write_trace
 from megatron_lite.training.timeline import idle_shares
 from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks

@@ -4,11 +4,11 @@ import shlex
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments
-from megatron_lite.environment import Environment
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.vocabulary import with_vocabulary
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.planning.memory import rank_memory
-from megatron_lite.training.rehearsal import rehearse_rank
+from megatron_lite.rehearsal.dry_run import rehearse_rank
 from tests.parity import make_config
 from tests.ranks import run_ranks
 from tests.training.test_rehearsal import _measure, slow

@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
-from megatron_lite.parallel.partition import placement_of
-from megatron_lite.parallel.schedule import build_schedule, simulate
-from megatron_lite.parallel.trace import MeasuredTimes
+from megatron_lite.arithmetic.partition import placement_of
+from megatron_lite.arithmetic.pipeline_schedule import build_schedule, simulate
 from megatron_lite.planning.balance import SplitTimes, block_seconds, propose
+from megatron_lite.planning.trace import MeasuredTimes
 
 
 def exact(counts, block, embedding, head, kinds="FB", by_torch=True):

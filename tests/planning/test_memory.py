@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.parallel.partition import stages_of_rank
-from megatron_lite.parallel.schedule import build_schedule, peak_in_flight
+from megatron_lite.arithmetic.partition import stages_of_rank
+from megatron_lite.arithmetic.pipeline_schedule import build_schedule, peak_in_flight
 from megatron_lite.planning.activations import block_activations, stage_activations
 from megatron_lite.planning.memory import activations_in_flight, rank_memory, stages_of
 from tests.planning.layouts import SMALL, config, layout

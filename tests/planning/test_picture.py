@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.parallel.schedule import schedule_timeline
+from megatron_lite.arithmetic.pipeline_schedule import schedule_timeline
 from megatron_lite.planning.picture import (
     COLUMNS,
     EDGE,

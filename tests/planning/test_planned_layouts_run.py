@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.planning.search import Found, fitting, search
-from megatron_lite.training.rehearsal import rehearse_rank
+from megatron_lite.rehearsal.dry_run import rehearse_rank
 from tests.planning.layouts import cluster
 from tools.plan import parse_checked, read_model
 

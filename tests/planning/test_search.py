@@ -4,9 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import ConfigError
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.planning.search import Found, fitting, nothing_fits, search
 from megatron_lite.planning.time import step_time
 from tests.planning.layouts import SMALL, cluster

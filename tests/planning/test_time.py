@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from megatron_lite.parallel.schedule import StageTimes, schedule_timeline
+from megatron_lite.arithmetic.pipeline_schedule import StageTimes, schedule_timeline
 from megatron_lite.planning.devices import DEVICES, Cluster, custom_device
 from megatron_lite.planning.memory import stages_of
 from megatron_lite.planning.search import Layout

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_lite.data.command_line import RunError
+from megatron_lite.files.command_line import RunError
 from tools.benchmarks import checkpoint, preprocess, samples
 from tools.benchmarks.comparison import Options
 from tools.benchmarks.ranks import run_ranks

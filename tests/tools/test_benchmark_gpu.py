@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_lite.data.command_line import RunError
+from megatron_lite.files.command_line import RunError
 from tests.runs import ROOT
 from tools.benchmarks import gpu
 from tools.benchmarks.gpu import Measured, speeds

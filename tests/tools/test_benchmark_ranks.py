@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.data.command_line import RunError
+from megatron_lite.files.command_line import RunError
 from megatron_lite.parallel.clock import Span
 from tools.benchmarks import fsdp, memory, pipeline, schedules
 from tools.benchmarks.baseline_model import QUICK, random_batches

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_lite.data.command_line import RunError
+from megatron_lite.files.command_line import RunError
 from tools.benchmarks import overhead, startup, step
 from tools.benchmarks.baseline_model import QUICK, BareModel, build_optimizer, random_batches, train_step
 from tools.benchmarks.comparison import Options

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import Config, DataConfig, ModelConfig
-from megatron_lite.data.command_line import run
+from megatron_lite.files.command_line import run
 from megatron_lite.hugging_face import conversions, weights
 from megatron_lite.hugging_face.weights import our_shapes
 from tests import local_tokenizers

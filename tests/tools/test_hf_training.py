@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import pretrain_gpt
-from megatron_lite.arguments import parse_or_exit
+from megatron_lite.arguments.parse import parse_or_exit
+from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.checkpoint import stored_config
 from megatron_lite.data.build import build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.environment import Environment
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.distributed.environment import Environment
 from tests.hugging_face.models import build, random_tokens
 from tests.ranks import run_ranks
 from tests.runs import VOCAB, training_steps, write_data

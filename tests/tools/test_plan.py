@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import ConfigError
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.hugging_face.model_flags import read_model_config
 from tests.planning.layouts import SMALL
 from tools.plan import main

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config.optimizers import FULL, OPTIMIZERS, SCALAR, OptimizerRow
-from megatron_lite.environment import Environment
-from megatron_lite.mesh import ParallelMesh
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel import pipeline as pipeline_module
 from megatron_lite.parallel.miniature import miniature

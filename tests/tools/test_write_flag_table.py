@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.megatron_flags import ACCEPTED
+from megatron_lite.arguments.megatron_flags import ACCEPTED
 from tools import write_flag_table
 
 ROOT = Path(__file__).parents[2]

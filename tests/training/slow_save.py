@@ -5,10 +5,10 @@ import sys
 import time
 
 import pretrain_gpt
-from megatron_lite.arguments import parse_or_exit
+from megatron_lite.arguments.parse import parse_or_exit
 from megatron_lite.checkpoint.checkpointer import Checkpointer
-from megatron_lite.distributed import run_and_exit
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.process_group import run_and_exit
 
 if __name__ == "__main__":
     environment = Environment.read()

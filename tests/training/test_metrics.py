@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lite.config import CheckpointConfig, LoggingConfig, TrainingConfig
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.training.metrics import Metrics, StepResult, memory_record, peak_memory
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.trackers import JsonLines, Tracker, build_tracker

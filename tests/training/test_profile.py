@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_lite.arguments.input_checks import check_logging
 from megatron_lite.config import ConfigError, LoggingConfig
-from megatron_lite.input_checks import check_logging
 from megatron_lite.training import profile
 from tests.parity import make_config
 

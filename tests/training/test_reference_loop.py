@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.data.build import build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.environment import Environment
-from megatron_lite.model.vocabulary import with_vocabulary
+from megatron_lite.distributed.environment import Environment
 from tests.hugging_face.models import build
 from tests.runs import VOCAB, train, training_steps, write_data
 from tools import hf_import

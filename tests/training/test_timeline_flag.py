@@ -5,12 +5,12 @@ import io
 
 import pytest
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.pipeline_layout import write_layout
+from megatron_lite.arithmetic.pipeline_schedule import build_schedule
 from megatron_lite.config import ConfigError
-from megatron_lite.environment import Environment
-from megatron_lite.parallel.layout import write_layout
-from megatron_lite.parallel.schedule import build_schedule
-from megatron_lite.parallel.trace import read_trace
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.planning.trace import read_trace
 from tests.ranks import run_ranks
 from tests.runs import flags, metrics, pretrain_here, train, write_data
 from tools.show_schedule import Comparison

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.arithmetic.partition import plan_from_config
 from megatron_lite.config import CheckpointConfig, ConfigError, LoggingConfig
-from megatron_lite.environment import Environment
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.partition import plan_from_config
 from megatron_lite.training.consistency import check_replicas
 from megatron_lite.training.gradients import local_part
 from megatron_lite.training.resume import check_same_data

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config import LoggingConfig
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.training import background, trackers
 from megatron_lite.training.trackers import JsonLines, build_tracker
 from tests.parity import make_config
@@ -118,7 +118,7 @@ def test_points_after_a_resume_from_an_older_step_come_after_those_that_are_ther
 HUNG = """
 import os, signal, sys, time
 from pathlib import Path
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.training import trackers
 from tests.training.test_trackers import config_with
 trackers.CLOSE_TIMEOUT_S = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.data.command_line import RunError
+from megatron_lite.files.command_line import RunError
 
 
 @dataclass(frozen=True)

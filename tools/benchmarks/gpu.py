@@ -13,13 +13,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_lite.arithmetic.flops import peak_flops, tflops_per_device
 from megatron_lite.config import Config
-from megatron_lite.data.command_line import RunError
-from megatron_lite.distributed import process_group
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.process_group import process_group
+from megatron_lite.files.command_line import RunError
 from megatron_lite.model.attention import DotProductAttention
 from megatron_lite.model.documents import Documents, find_documents
-from megatron_lite.training.flops import peak_flops, tflops_per_device
 from megatron_lite.training.loop import Trainer
 from tools.benchmarks.baseline_model import (
     QUICK,

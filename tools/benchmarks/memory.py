@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.training.accounting import Accounting
+from megatron_lite.rehearsal.accounting import Accounting
 from tools.benchmarks import fsdp, pipeline
 from tools.benchmarks.baseline_model import (
     QUICK,

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.config import Config
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
 from megatron_lite.model.initialization import initial_rows
-from megatron_lite.model.vocabulary import with_vocabulary
 from tools.benchmarks.baseline_model import (
     BETAS,
     CLIP,

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.config import Config, TrainingConfig
-from megatron_lite.mesh import ParallelMesh, build_mesh
+from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Batch, Pipeline
-from megatron_lite.training.batch_size import BatchSchedule
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.lr_schedule import Schedule
 from megatron_lite.training.optimizer import build_optimizer
 from megatron_lite.training.signals import StopWatch
 from megatron_lite.training.state import TrainState

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config
 from megatron_lite.data.build import build_datasets, sample_counts
@@ -19,9 +20,8 @@ from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.samples import Samples
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.distributed import process_group
-from megatron_lite.environment import Environment
-from megatron_lite.mesh_sizes import mesh_sizes
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.process_group import process_group
 from megatron_lite.parallel.pipeline import Batch
 from megatron_lite.training.evaluate import Evaluator
 from megatron_lite.training.loop import Trainer

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from megatron_lite.parallel.layout import write_layout
-from megatron_lite.parallel.partition import plan_from_config
+from megatron_lite.arithmetic.partition import plan_from_config
+from megatron_lite.arithmetic.pipeline_layout import write_layout
 from megatron_lite.parallel.pipeline import Batch
 from tools.benchmarks.baseline_model import (
     CLIP,

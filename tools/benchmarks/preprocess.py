@@ -14,7 +14,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_lite.data.command_line import RunError
+from megatron_lite.files.command_line import RunError
 from tools.benchmarks.comparison import Options, Row, Table, refuse_different, speed, take_turns
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lite.data.command_line import RunError
+from megatron_lite.files.command_line import RunError
 
 # Imported once, before the ranks are forked.
 PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining")

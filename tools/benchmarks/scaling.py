@@ -20,7 +20,9 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from megatron_lite.arguments import parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.checkpoint.dcp import _Planner
 from megatron_lite.checkpoint.manifest import FileEntry, Manifest
 from megatron_lite.checkpoint.metadata import parse_metadata
@@ -32,13 +34,11 @@ from megatron_lite.data.index_kernels import (
     build_shuffle_index,
     plan_epochs,
 )
-from megatron_lite.environment import Environment
-from megatron_lite.mesh import build_mesh
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.model.vocabulary import with_vocabulary
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.partition import StagePlan, plan_from_config, stages_of_rank
-from megatron_lite.training.rehearsal import fake_world, rehearse_rank
+from megatron_lite.rehearsal.dry_run import fake_world, rehearse_rank
 from tools.benchmarks.comparison import Options, Row, Table, quartiles
 
 # Seconds are only held against a growth that is off by more than this.

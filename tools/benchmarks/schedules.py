@@ -1,4 +1,4 @@
-"""Suite schedules: real runs of each pipeline schedule against what the simulator of parallel/schedule.py says.
+"""Suite schedules: real runs of each pipeline schedule against what the simulator of arithmetic/pipeline_schedule.py says.
 
 Two kinds of stages: real layers (as many ranks as there are cores, or they wait for a core and not for a neighbour),
 and stages that only sleep, which any number of ranks can do at once: they show the order of the actions and what the
@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_lite.arithmetic.partition import plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.pipeline_schedule import Action, Timeline, schedule_timeline
 from megatron_lite.config import Config
-from megatron_lite.mesh import ParallelMesh, build_mesh
+from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
 from megatron_lite.parallel.clock import Span
-from megatron_lite.parallel.partition import plan_from_config, stages_of_rank
 from megatron_lite.parallel.pipeline import Pipeline
-from megatron_lite.parallel.schedule import Action, Timeline, schedule_timeline
 from tools.benchmarks.baseline_model import Sizes, random_batches
 from tools.benchmarks.comparison import Options, Row, Table, quartiles
 from tools.benchmarks.our_run import run_config

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from megatron_lite.data.build import build_datasets, sample_counts
-from megatron_lite.data.command_line import RunError
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.files.command_line import RunError
 from tools.benchmarks.baseline_model import QUICK, BareModel, Sizes
 from tools.benchmarks.comparison import Options, Row, Table, quartiles, refuse_unlike, take_turns
 from tools.benchmarks.our_run import load_initial_weights, run_config, run_flags

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_lite.distributed import process_group
-from megatron_lite.environment import Environment
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.process_group import process_group
 from tools.benchmarks.baseline_model import (
     QUICK,
     BareModel,

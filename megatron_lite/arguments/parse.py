@@ -1,0 +1,365 @@
+"""From the command line to a checked Config, without importing torch.
+
+`parse_or_exit` is what a program calls; `parse_arguments` does the same with exceptions.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import shlex
+import sys
+import time
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_lite.arguments.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN, why_refused
+from megatron_lite.arguments.resolve import complete, merge_stored, place
+from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
+from megatron_lite.distributed.environment import Environment
+from megatron_lite.files.foreign_files import foreign_file
+
+StoredConfig = dict[str, dict[str, Any]]
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_EPILOG = (
+    "Flags have Megatron-LM's names, meanings and defaults; those marked 'ours' are not Megatron's. "
+    "@FILE reads more flags from a file: words as in a shell, # comments. Megatron's flags that change nothing here "
+    "are accepted with a note, see docs/megatron_migration.md."
+)
+
+
+def parse_arguments(argv: Sequence[str], environment: Environment) -> Config:
+    """The checked configuration of this command line, every derived value filled in.
+
+    With --use-checkpoint-args the model's flags are still open: call `with_checkpoint_config` next.
+
+    Raises:
+        ConfigError: one sentence about what is wrong.
+    """
+    words = _renamed(_without_quotes(_expand_files(argv, ())))
+    config = place(_read_words(words), environment)
+    return config if config.checkpoint.use_checkpoint_args else complete(config)
+
+
+def with_checkpoint_config(config: Config, stored: StoredConfig | None) -> Config:
+    """The second step of --use-checkpoint-args: model flags from a checkpoint's stored Config.to_dict(), then checked.
+
+    stored = None: there is no checkpoint yet, the command line has to say everything.
+
+    Raises:
+        ConfigError: as parse_arguments, and for a model flag that contradicts the checkpoint.
+    """
+    return complete(merge_stored(config, stored) if stored is not None else config)
+
+
+def parse_or_exit(
+    argv: Sequence[str],
+    environment: Environment,
+    read_stored: Callable[[Config], StoredConfig | None] | None = None,
+    check_folders: Callable[[CheckpointConfig], None] | None = None,
+) -> Config:
+    """`parse_arguments`, or the error on stderr once (rank 0 of the run) and exit code 2.
+
+    read_stored is called with --use-checkpoint-args and returns the stored configuration of the checkpoint to load.
+    check_folders is called with --check; a run asks later, when it knows whether torchrun started it again.
+    """
+    if {"-h", "--help"} & set(argv):
+        print_and_exit(build_parser().format_help() if environment.rank == 0 else "")
+    try:
+        config = parse_arguments(argv, environment)
+        if config.checkpoint.use_checkpoint_args:
+            config = with_checkpoint_config(config, read_stored(config) if read_stored else None)
+        if config.command.check and check_folders is not None:
+            check_folders(config.checkpoint)
+    except ConfigError as error:
+        exit_with_error(error, environment)
+    return config
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Print and leave with code 0; quietly when nobody reads on (`--help | head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
+def exit_with_error(error: ConfigError, environment: Environment) -> NoReturn:
+    """Print `error: ...` on rank 0 and leave with code 2.
+
+    torchrun shows and stops everything at the first failing process, so the others give rank 0 time to be it.
+    """
+    if environment.rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+    sys.exit(2)
+
+
+def flag_of(item: Field) -> str:
+    """The command-line spelling of a config field."""
+    return item.metadata.get("spelling", "--" + item.name.replace("_", "-"))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """An argparse parser whose namespace holds only the fields that were given."""
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        epilog=_EPILOG,
+        usage="%(prog)s [@FILE] --flag value ...",
+    )
+    for concern in CONCERNS.values():
+        group = parser.add_argument_group(concern.__doc__.strip().rstrip("."))
+        types = typing.get_type_hints(concern)
+        for item in fields(concern):
+            _add_field(group, item, types[item.name])
+    for name, values in SETS.items():
+        parser.add_argument(name, action=_SetFields, const=values, nargs=0, help=argparse.SUPPRESS)
+    for name, values in SETS_UNLESS_GIVEN.items():
+        parser.add_argument(name, action=_SetMissingFields, const=values, nargs=0, help=argparse.SUPPRESS)
+    for name, accepted in ACCEPTED.items():
+        nargs = None if accepted.nargs == 1 else accepted.nargs
+        parser.add_argument(name, action=_Accept, nargs=nargs, const=name, help=argparse.SUPPRESS)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class _Action(argparse.Action):
+    """What a flag's words do to the namespace; the parser and the spelling used do not matter here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        self.take(namespace, values)
+
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
+        raise NotImplementedError
+
+
+class _SetFields(_Action):
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
+        for name, value in self.const.items():
+            setattr(namespace, name, value)
+
+
+class _SetMissingFields(_Action):
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
+        for name, value in self.const.items():
+            setattr(namespace, name, getattr(namespace, name, value))
+
+
+class _Join(_Action):
+    """The words of one value that a script's expansion took apart, such as --split '969, 30, 1'."""
+
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
+        setattr(namespace, self.dest, " ".join(values))
+
+
+class _Numbers(_Action):
+    """A list of whole numbers, as words or in one: '[384 384 97656250]', as a YAML file has it, '2,4'.
+
+    const: (how many, or what argparse's nargs says; the flag's spelling).
+    """
+
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
+        count, flag = self.const
+        words = [word for word in re.split(r"[\s,\[\]()]+", " ".join(values)) if word]
+        if isinstance(count, int) and len(words) != count:
+            raise ConfigError(f"{flag} is '{' '.join(values)}', wanted {count} numbers")
+        try:
+            setattr(namespace, self.dest, [_whole_number(word) for word in words])
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+
+
+class _Accept(_Action):
+    def take(self, namespace: argparse.Namespace, values: Any) -> None:
+        accepted = ACCEPTED[self.const]
+        if accepted.values is not None and values not in accepted.values:
+            wanted = ", ".join(accepted.values)
+            raise ConfigError(
+                f"{self.const} {values} has no counterpart here, only {wanted}: {accepted.reason}"
+            )
+        namespace.notes = getattr(namespace, "notes", {}) | {self.const: accepted.reason}
+        namespace.accepted = getattr(namespace, "accepted", {}) | {self.const: values}
+
+
+def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> None:
+    options = item.metadata
+    names = [flag_of(item), *options.get("aliases", ())]
+    if "opt_param" in names[0]:
+        names.append(names[0].replace("_", "-"))
+    default = "" if item.default in (None, False, ()) else f" (default {_shown(item.default)})"
+    text = (
+        (options["help"] + default).replace("%", "%%") if not options.get("no_effect") else argparse.SUPPRESS
+    )
+    if annotation is bool:
+        group.add_argument(*names, dest=item.name, action="store_true", help=text)
+        return
+    nargs, read = options.get("nargs"), _reader(annotation, options)
+    extra: dict[str, Any] = {"action": _Join} if options.get("join") else {}
+    if nargs is not None and _scalar(annotation) is int:
+        extra, nargs, read = {"action": _Numbers, "const": (nargs, names[0])}, "+", str
+    group.add_argument(
+        *names,
+        **extra,
+        dest=item.name,
+        type=read,
+        nargs=nargs,
+        choices=options.get("choices"),
+        help=text,
+        metavar=None if "choices" in options else _metavar(annotation),
+    )
+
+
+def _shown(value: Any) -> str:
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _metavar(annotation: Any) -> str:
+    return {int: "N", float: "X"}.get(_scalar(annotation), "TEXT")
+
+
+def _scalar(annotation: Any) -> type:
+    """int, float or str, of an annotation such as `int | None` or `tuple[int, ...]`."""
+    text = str(annotation)
+    return int if "int" in text else float if "float" in text else str
+
+
+def _reader(annotation: Any, options: Mapping[str, Any]) -> Callable[[str], Any]:
+    if options.get("parse") == "window":
+        return _window
+    if "synonyms" in options:
+        return lambda text: options["synonyms"].get(text, text)
+    return {int: _whole_number, float: _number, str: str}[_scalar(annotation)]
+
+
+def _number(text: str) -> float:
+    """A finite number: 3e-4, 4_294_967_296, 200B."""
+    match = re.fullmatch(r"(.*?\d.*?)([kKmMbBtT]?)", text.strip())
+    try:
+        value = float(match[1]) * _SUFFIXES.get(match[2].lower(), 1)
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a finite number")
+    return value
+
+
+def _whole_number(text: str) -> int:
+    """A whole number: 1024, 1_000_000, 1e9, 200B, 1.5K."""
+    if re.fullmatch(r"[-+]?\d+", text.strip()):
+        return int(text)
+    value = _number(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
+    return int(value)
+
+
+def _window(text: str) -> tuple[int, int]:
+    """LEFT,RIGHT with or without brackets."""
+    match = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is not LEFT,RIGHT, for example 4096,0")
+    return int(match[1]), int(match[2])
+
+
+def _expand_files(argv: Sequence[str], opened: tuple[Path, ...]) -> list[str]:
+    """Replace each @FILE by the words in it; paths inside a file are relative to that file."""
+    words = []
+    for word in argv:
+        if not word.startswith("@"):
+            words.append(word)
+            continue
+        path = (opened[-1].parent if opened else Path()) / word[1:]
+        if path in opened:
+            raise ConfigError(f"{word} includes itself: {' -> '.join(map(str, (*opened, path)))}")
+        if path.is_file() and path.stat().st_size and (what := foreign_file(path)):
+            raise ConfigError(f"{word} cannot be read{what}")
+        try:
+            text = path.read_text(encoding="utf-8")
+            inner = shlex.split(text.replace("\\\n", " "), comments=True)
+        except OSError as error:
+            raise ConfigError(f"{word} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"{word} cannot be read: {error}") from None
+        words += _expand_files(inner, (*opened, path))
+    return words
+
+
+def _without_quotes(words: Sequence[str]) -> list[str]:
+    """Take away quotes that arrived literally, as when a script expands ARGS="--split '949,50,1'" unquoted."""
+    bare, opened = [], None
+    for word in words:
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if opened is None and value[:1] in ("'", '"'):
+            opened, value = value[0], value[1:]
+        if opened is not None and value.endswith(opened):
+            opened, value = None, value[:-1]
+        bare.append(name + equals + value)
+    return bare if opened is None else list(words)
+
+
+def _renamed(words: Sequence[str]) -> list[str]:
+    """Old spellings put into today's."""
+    new = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in RENAMED:
+            new.append(word)
+            continue
+        *before, last = RENAMED[name]
+        new += [*before, last + equals + value]
+    return new
+
+
+def _read_words(words: Sequence[str]) -> dict[str, Any]:
+    """Fields given on the command line, plus `notes`: {accepted flag: why it has no effect}."""
+    parser = build_parser()
+    _check_names(words, parser)
+    namespace, rest = parser.parse_known_args(words)
+    if rest:
+        once = words.count(rest[0]) == 1
+        before = [word for word in words[: words.index(rest[0])] if word.startswith("--")] if once else []
+        after = f" after {before[-1]}" if before else ""
+        raise ConfigError(f"'{rest[0]}'{after} does not belong to any flag")
+    return vars(namespace)
+
+
+def _check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse flags that are refused or unknown, before argparse looks at their values."""
+    known = parser._option_string_actions
+    names = [word.split("=", 1)[0] for word in words if word.startswith("--") and word != "--"]
+    strange = list(dict.fromkeys(name for name in names if name not in known))
+    for name in strange:
+        reason = why_refused(name)
+        if reason is not None:
+            same = [other for other in strange if why_refused(other) == reason]
+            raise ConfigError(f"{', '.join(same)}: {reason}")
+    if strange:
+        close = {
+            n: difflib.get_close_matches(n.replace("_", "-"), list(known), n=3, cutoff=0.7) for n in strange
+        }
+        hints = [f"{n} (did you mean {' or '.join(c)}?)" if c else n for n, c in close.items()]
+        raise ConfigError(f"unknown flag{'s' if len(strange) > 1 else ''}: {', '.join(hints)}")

@@ -1,0 +1,123 @@
+"""Parameters and floating-point operations of a GPT model, component by component, from its configuration alone.
+
+The one place where the model's size is written as a formula: the pipeline split balances by it, arithmetic/flops.py
+adds it up for the throughput in the log, tools/plan.py predicts memory and time from it. Imports no torch.
+
+Symbols: H hidden, q = heads * head width, kv = key/value heads * head width, F feed-forward width, V padded
+vocabulary, S sequence length; m = 3 matrices in a SwiGLU MLP, else 2.
+"""
+
+from dataclasses import dataclass
+
+from megatron_lite.config import ModelConfig
+
+# The widest head that flash attention computes.
+FLASH_MAX_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class ComponentCost:
+    """What one component stores and computes.
+
+    `parameters` counts scalars; `flops` counts forward and backward of one sequence of S tokens (backward is twice
+    the forward; recomputed work is not counted).
+    """
+
+    parameters: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of the embedding, of one transformer block and of the head (final norm and output projection).
+
+    `shared_parameters` is the size of the matrix that embedding and head share when they are tied, else 0. It is
+    counted in `embedding`; a last stage that does not hold the embedding keeps a copy of it.
+    """
+
+    embedding: ComponentCost
+    block: ComponentCost
+    head: ComponentCost
+    shared_parameters: int
+
+    def total_parameters(self, num_layers: int) -> int:
+        """Parameters of the whole model, a tied matrix counted once."""
+        return self.embedding.parameters + num_layers * self.block.parameters + self.head.parameters
+
+    def total_flops(self, num_layers: int) -> int:
+        """Forward and backward FLOPs of the whole model for one sequence."""
+        return self.embedding.flops + num_layers * self.block.flops + self.head.flops
+
+
+def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
+    """Costs of each component of `model` for sequences of `seq_length` tokens.
+
+    FLOPs follow Megatron's count: 6 per weight and token in the matrix products, 6 S^2 q per block for causal
+    attention (scores and values, the masked half not counted); embedding look-up, norms and activations are free.
+
+    The padded vocabulary has to be known (`model.padded_vocab_size`).
+    """
+    assert model.padded_vocab_size is not None, "the vocabulary has to be known before costs can be counted"
+    hidden, vocabulary = model.hidden_size, model.padded_vocab_size
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    tied = not model.untie_embeddings_and_output_weights
+    query = model.num_attention_heads * model.kv_channels
+    matrices = block_matrix_parameters(model)
+    return ModelCosts(
+        embedding=ComponentCost(parameters=(vocabulary + positions) * hidden, flops=0),
+        block=ComponentCost(
+            parameters=matrices + _block_vector_parameters(model),
+            flops=6 * seq_length * matrices + 6 * seq_length**2 * query,
+        ),
+        head=ComponentCost(
+            parameters=_norm_parameters(model, hidden) + (0 if tied else vocabulary * hidden),
+            flops=6 * seq_length * hidden * vocabulary,
+        ),
+        shared_parameters=vocabulary * hidden if tied else 0,
+    )
+
+
+def block_matrix_parameters(model: ModelConfig) -> int:
+    """Weights of the matrix products of one block: attention's four projections and the MLP's two or three."""
+    query = model.num_attention_heads * model.kv_channels
+    key_value = model.num_query_groups * model.kv_channels
+    attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
+    return attention + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+
+
+def gpu_attention_kernel(model: ModelConfig, half: bool, whole: bool, dropout: bool) -> str:
+    """The kernel that core attention runs on a GPU, of the first kind that can:
+
+    flash: no mask in memory, keys and values of grouped heads as they are; bf16 and fp16.
+    flex: the same by FlexAttention's block masks, for fp32 with context parallelism or a window; no dropout.
+    causal: what scaled_dot_product_attention has for a whole causal sequence; keys and values repeated for all heads.
+    masked: that with a dense mask [queries, keys].
+
+    Args:
+        half: computed in bf16 or fp16.
+        whole: without context parallelism and window.
+        dropout: attention weights are dropped.
+    """
+    fused = model.attention_backend not in ("unfused", "local")
+    if fused and half and model.kv_channels <= FLASH_MAX_WIDTH:
+        return "flash"
+    if whole:
+        return "causal"
+    return "flex" if fused and not dropout else "masked"
+
+
+def _norm_parameters(model: ModelConfig, width: int) -> int:
+    return width * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _block_vector_parameters(model: ModelConfig) -> int:
+    query = model.num_attention_heads * model.kv_channels
+    key_value = model.num_query_groups * model.kv_channels
+    count = 2 * _norm_parameters(model, model.hidden_size)
+    if model.qk_layernorm:
+        count += 2 * _norm_parameters(model, model.kv_channels)
+    if model.add_qkv_bias or not model.disable_bias_linear:
+        count += query + 2 * key_value
+    if not model.disable_bias_linear:
+        count += model.hidden_size + (2 if model.swiglu else 1) * model.ffn_hidden_size + model.hidden_size
+    return count

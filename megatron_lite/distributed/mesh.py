@@ -1,0 +1,150 @@
+"""The grid of ranks: axes pp, dp_replicate, dp_shard, cp, tp, outermost first. The only maker of groups.
+
+Ranks that differ only in the last axes sit next to each other: tensor, context and FSDP traffic stays inside
+a node, the pipeline crosses nodes (its messages are the smallest). Megatron-LM's default order, tp-cp-dp-pp,
+is the same.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.arithmetic.mesh_sizes import AXES, mesh_sizes
+from megatron_lite.config import Config
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """Sizes, ranks and groups of every axis, made once and handed down.
+
+    FSDP shards parameters over dp_shard x cp (context ranks hold the same parameters and different tokens, so
+    for parameters they are data-parallel ranks) and replicates them over dp_replicate. Sizes, coordinates and groups
+    lie ready in dicts: slicing a DeviceMesh takes torch half a millisecond, and a step asks hundreds of times.
+    """
+
+    root: DeviceMesh
+    device: torch.device
+    fsdp_mesh: DeviceMesh
+    token_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup | None
+    sizes: Mapping[str, int]
+    coordinates: Mapping[str, int]
+    groups: Mapping[str, dist.ProcessGroup]
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along one of AXES."""
+        return self.sizes[axis]
+
+    def rank(self, axis: str) -> int:
+        """This rank's position along one of AXES."""
+        return self.coordinates[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group along one of AXES."""
+        return self.groups[axis]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ways the batch is cut: replicas x shards."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which cut of the batch is mine."""
+        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
+
+    def sum_over(self, value: torch.Tensor, *axes: str) -> torch.Tensor:
+        """All-reduce value in place, by sum, over the given axes; returns it."""
+        for axis in axes:
+            if self.size(axis) > 1:
+                dist.all_reduce(value, group=self.group(axis))
+        return value
+
+
+def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
+    """Make the mesh and every group. torch.distributed must be up with the world size the config says."""
+    sizes = mesh_sizes(config)
+    root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+    # The ranks that hold other tokens: often those of one axis, and then its group will do.
+    spread = [axis for axis in ("dp_replicate", "dp_shard", "cp") if sizes[axis] > 1] or ["dp_shard"]
+    tokens = (
+        root[spread[0]] if len(spread) == 1 else root["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
+    )
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    # Hosts talk over it (a background save too) while the device's groups are busy with training; a dry run has none.
+    host_group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_backend() != "fake" else None
+    axes, fsdp_mesh = {axis: root[axis] for axis in AXES}, _fsdp_mesh(root)
+    groups = {axis: mesh.get_group() for axis, mesh in axes.items()}
+    shards = fsdp_mesh.get_group(fsdp_mesh.ndim - 1)
+    _connect(groups | {"dp x cp": tokens.get_group(), "dp_shard x cp": shards}, device, timeout)
+    return ParallelMesh(
+        root,
+        device,
+        fsdp_mesh,
+        tokens.get_group(),
+        host_group,
+        sizes,
+        coordinates={axis: mesh.get_local_rank() for axis, mesh in axes.items()},
+        groups=groups,
+    )
+
+
+def _connect(groups: Mapping[str, dist.ProcessGroup], device: torch.device, timeout: timedelta) -> None:
+    """Give every group --distributed-timeout-minutes, and make its communicator by one number all-reduced.
+
+    DeviceMesh leaves groups with torch's own timeout, and a communicator that cannot be made is better known by its
+    axis now than in the middle of the first step.
+    """
+    for axis, group in groups.items():
+        if dist.get_backend(group) != "fake":  # a rehearsal's groups wait for nobody
+            _set_pg_timeout(timeout, group)
+        if dist.get_world_size(group) == 1:
+            continue
+        try:
+            one = torch.ones((), device=device)
+            dist.all_reduce(one, group=group)
+            one.item()  # waits for the device
+        except RuntimeError as error:
+            error.add_note(f"(the first message along {axis}, ranks {dist.get_process_group_ranks(group)})")
+            raise
+
+
+def _fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
+    """The axes that FSDP shards over, flattened to one, behind the axis of replicas where there are any."""
+    if root["cp"].size() == 1:
+        return root["dp_shard"] if root["dp_replicate"].size() == 1 else root["dp_replicate", "dp_shard"]
+    shard = root["dp_shard", "cp"]._flatten("fsdp")
+    if root["dp_replicate"].size() == 1:
+        return shard
+    with (
+        warnings.catch_warnings()
+    ):  # torch 2.13 warns at slicing a flattened axis and has no public other way
+        warnings.simplefilter("ignore")
+        return root["dp_replicate", "fsdp"]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The piece of a (possibly distributed) tensor that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, on the device that the mesh communicates on."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    ).full_tensor()

@@ -1,0 +1,124 @@
+"""A chunk of documents -> token arrays: what one worker process of the preprocessing does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_lite.config import ConfigError, DataConfig
+from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.data.unicode_text import utf8_size
+from megatron_lite.distributed.environment import set_default
+from megatron_lite.preprocessing.documents import Chunk
+from megatron_lite.preprocessing.records import Bad, Records, parse
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """All that decides the tokens of a document.
+
+    Attributes:
+        tokenizer, vocab_size: arguments of build_tokenizer.
+        keys: of a JSON line or columns of a row; each gives a dataset of its own.
+        append_eod: end each document that has tokens with eod.
+        dtype: numpy name of the token type, wide enough for the vocabulary.
+        max_document_bytes: longer texts are bad documents.
+    """
+
+    tokenizer: DataConfig
+    vocab_size: int | None
+    keys: tuple[str, ...]
+    append_eod: bool
+    dtype: str
+    max_document_bytes: int
+
+
+@dataclass
+class Encoded:
+    """The documents of a chunk, in order.
+
+    Attributes:
+        tokens: for each key the tokens of all documents, one after the other, [tokens].
+        lengths: for each key the number of tokens of each document, int32 [documents]; 0 = no text in it.
+        bad: the documents left out.
+        num_lines: lines (or rows) of the chunk, blank ones too.
+        text_bytes: of the encoded texts, in UTF-8.
+    """
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    lengths: list[np.ndarray] = field(default_factory=list)
+    bad: list[Bad] = field(default_factory=list)
+    num_lines: int = 0
+    text_bytes: int = 0
+
+
+class ChunkEncoder:
+    """Turns chunks into tokens; holds the tokenizer, so it is built in the process that uses it."""
+
+    def __init__(self, options: EncodingOptions) -> None:
+        # The processes are the parallelism: a thread pool in each of them would only make them wait.
+        set_default("TOKENIZERS_PARALLELISM", "false")
+        self._options = options
+        self._tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        """Tokens of the chunk's good documents, and the bad ones. Raises nothing for bad input."""
+        options = self._options
+        records = parse(chunk, options.keys, options.max_document_bytes)
+        columns = self._encode(records)
+        encoded = Encoded(bad=sorted(records.bad, key=lambda bad: bad.line), num_lines=_num_lines(chunk))
+        eod = self._tokenizer.eod if options.append_eod else None
+        for ids, lengths in columns:
+            tokens, lengths = _ended(ids, lengths, eod, np.dtype(options.dtype))
+            encoded.tokens.append(tokens)
+            encoded.lengths.append(lengths)
+        encoded.text_bytes = sum(utf8_size(text) for values in records.texts for text in values)
+        return encoded
+
+    def _encode(self, records: Records) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each key all ids, and how many each document has. What the tokenizer refuses moves to records.bad."""
+        while True:
+            try:
+                return [
+                    self._tokenizer.encode_flat([values[key] for values in records.texts])
+                    for key in range(len(self._options.keys))
+                ]
+            except ConfigError:
+                self._drop_refused(records)
+
+    def _drop_refused(self, records: Records) -> None:
+        kept: list[int] = []
+        for number, values in enumerate(records.texts):
+            try:
+                self._tokenizer.encode_batch(values)
+                kept.append(number)
+            except ConfigError as error:
+                records.bad.append(
+                    Bad("refused by the tokenizer", f"cannot be encoded: {error}", records.lines[number])
+                )
+        records.texts[:] = _select(records.texts, kept)
+        records.lines[:] = _select(records.lines, kept)
+
+
+def _ended(
+    ids: np.ndarray, lengths: np.ndarray, eod: int | None, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """ids in `dtype` with an eod behind each document that has any; lengths, int32, that count it."""
+    if eod is None:
+        return ids.astype(dtype), lengths.astype(np.int32)
+    ended = lengths + (lengths > 0)
+    tokens = np.full(int(ended.sum()), eod, dtype)
+    is_text = np.ones(len(tokens), bool)
+    is_text[np.cumsum(ended)[lengths > 0] - 1] = False
+    tokens[is_text] = ids
+    return tokens, ended.astype(np.int32)
+
+
+def _select(items: Sequence, numbers: Sequence[int]) -> list:
+    return [items[number] for number in numbers]
+
+
+def _num_lines(chunk: Chunk) -> int:
+    if chunk.kind == "jsonl":
+        return chunk.data.count(b"\n")
+    return len(chunk.data) if chunk.kind == "rows" else 1

@@ -1,0 +1,202 @@
+"""A Megatron pair that grows on disk over hours, survives an interruption, and appears under its name only whole.
+
+The folder PREFIX.partial holds, for each dataset, the tokens and one int32 length per document, and state.json: how
+far these files are good and whatever the caller needs to go on. Nothing grows in memory with the input.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_lite.config import ConfigError
+from megatron_lite.data.indexed_dataset import Arrays, sync_folder, write_index
+from megatron_lite.files.command_line import RunError, write_aside
+
+_PIECE = 1 << 20  # entries handled at a time when the index is written
+
+
+class Journal:
+    """Documents appended to several datasets at once, in `PREFIX.partial` until `publish`.
+
+    Args:
+        prefix: decides the folder's name.
+        names: path prefix of each dataset that is made, without .bin / .idx.
+        dtype: of the tokens.
+        signature: plain JSON; a journal is only continued by a run with an equal one.
+        resume: continue the journal if there is one; otherwise it is started afresh.
+
+    Raises:
+        ConfigError: --resume with another signature; another process writes the same prefix.
+    """
+
+    def __init__(
+        self, prefix: str, names: Sequence[str], dtype: str, signature: dict[str, Any], resume: bool
+    ) -> None:
+        self.folder = Path(f"{prefix}.partial")
+        self.names, self.dtype, self.signature = list(names), np.dtype(dtype).newbyteorder("<"), signature
+        self.state: dict[str, Any] | None = None  # the caller's, as last committed
+        self._complete = False
+        self.folder.mkdir(exist_ok=True)
+        self._lock = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ConfigError(f"another process is writing '{self.folder}', wanted one at a time") from None
+        stored = self._read_state() if resume else None
+        if stored is not None:
+            self._check_signature(stored["signature"])
+            self.state, self._complete = stored["state"], stored["complete"]
+        self._files = [] if self._complete else self._open(stored)
+
+    def _read_state(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.folder / "state.json").read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise ConfigError(
+                f"'{self.folder}/state.json' is not readable; remove the folder to start afresh"
+            ) from None
+
+    def _check_signature(self, stored: dict[str, Any]) -> None:
+        for name in sorted({*self.signature, *stored}):
+            seen, wanted = stored.get(name), self.signature.get(name)
+            if seen != wanted:
+                raise ConfigError(
+                    f"--resume: '{self.folder}' was made with another {name} ({_short(seen)}), this run has "
+                    f"{_short(wanted)}; remove the folder or leave --resume away to start afresh"
+                )
+
+    def _open(self, stored: dict[str, Any] | None) -> list[tuple[BinaryIO, BinaryIO]]:
+        """Open the files of each dataset, cut to what the state vouches for."""
+        if stored is None:
+            for path in self.folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+        files = []
+        for number in range(len(self.names)):
+            pair = []
+            for kind, size in zip(("bin", "lengths"), stored["sizes"][number] if stored else (0, 0)):
+                path = self._path(number, kind)
+                file = path.open("r+b" if stored else "wb", buffering=1 << 20)
+                if stored and path.stat().st_size < size:
+                    raise ConfigError(
+                        f"'{path}' is shorter than its state.json says; remove the folder to start afresh"
+                    )
+                file.truncate(size)
+                file.seek(0, os.SEEK_END)
+                pair.append(file)
+            files.append(tuple(pair))
+        return files
+
+    def _path(self, number: int, kind: str) -> Path:
+        return self.folder / f"{number}.{kind}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether all documents are in and only `publish` is left to do."""
+        return self._complete
+
+    def append(self, number: int, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Documents for dataset `number`: tokens [sum of lengths], lengths [documents]."""
+        bin_file, lengths_file = self._files[number]
+        bin_file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        lengths_file.write(np.ascontiguousarray(lengths, "<i4").data)
+
+    def commit(self, state: dict[str, Any], complete: bool = False) -> None:
+        """Bring all that was appended to the disk and record `state` (plain JSON) as the point to go on from."""
+        sizes = []
+        for pair in self._files:
+            for file in pair:
+                file.flush()
+                os.fsync(file.fileno())
+            sizes.append([file.tell() for file in pair])
+        content = {"signature": self.signature, "state": state, "sizes": sizes, "complete": complete}
+        write_aside(self.folder / "state.json", content)
+        self.state, self._complete = state, complete
+
+    def publish(self, about: Sequence[dict[str, Any]]) -> None:
+        """Make the pairs appear under their names, with NAME.json that holds `about` each, and remove the folder.
+
+        Can be repeated after an interruption.
+        """
+        assert self._complete
+        self._close()
+        for number, name in enumerate(self.names):
+            bin_path, idx_path = self._path(number, "bin"), self._path(number, "idx")
+            if bin_path.exists():
+                write_index(idx_path, self.dtype, *self._index_arrays(number))
+                Path(f"{name}.idx").unlink(
+                    missing_ok=True
+                )  # an old .idx must never be seen beside a new .bin
+                write_aside(Path(f"{name}.json"), about[number])
+                bin_path.rename(f"{name}.bin")
+            if idx_path.exists():
+                idx_path.rename(f"{name}.idx")
+        sync_folder(Path(self.names[0]).parent)
+        self.remove()
+
+    def _index_arrays(self, number: int) -> tuple[int, int, Arrays, Arrays]:
+        """What write_index takes: a document with tokens is one sequence, one without tokens is none."""
+        path = self._path(number, "lengths")
+
+        def lengths() -> Iterator[np.ndarray]:
+            for piece in _pieces(path):
+                yield piece[piece > 0]
+
+        def boundaries() -> Iterator[np.ndarray]:
+            before = 0
+            for piece in _pieces(path):
+                ends = np.cumsum(piece > 0, dtype=np.int64) + before
+                before = int(ends[-1])
+                yield ends
+
+        num_documents = path.stat().st_size // 4
+        return sum(map(len, lengths())), num_documents, lengths, boundaries
+
+    def _close(self) -> None:
+        for pair in self._files:
+            for file in pair:
+                file.close()
+        self._files = []
+
+    def release(self) -> None:
+        """Let go of the folder; it stays for a run that resumes."""
+        for pair in self._files:
+            for file in pair:
+                # Closing flushes, and on a full disk that fails once more; the last commit is what counts.
+                with contextlib.suppress(OSError):
+                    file.close()
+        self._files = []
+        self._lock.close()
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        self.release()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def disk_error(error: OSError, path: str) -> RunError:
+    """The sentence for a write to `path` that failed."""
+    reason = "no space left on the disk" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+    return RunError(f"'{error.filename or path}' cannot be written: {reason}")
+
+
+def _pieces(path: Path) -> Iterator[np.ndarray]:
+    with path.open("rb") as file:
+        while data := file.read(4 * _PIECE):
+            yield np.frombuffer(data, "<i4")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."

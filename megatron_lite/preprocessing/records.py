@@ -1,0 +1,193 @@
+"""A chunk of an input file -> checked texts; every document that is not clean text is named, none is repaired."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lite.config import ConfigError
+from megatron_lite.data.unicode_text import check_unicode, utf8_size
+from megatron_lite.preprocessing.documents import Chunk, Source, open_stream, too_long
+
+_BOM = b"\xef\xbb\xbf"
+_LONG_LINE = 1 << 20  # bytes; not copied without need
+
+
+class BadDocument(Exception):
+    """A document that is left out or stops the run.
+
+    Attributes:
+        kind: one of a few words, for counting: "invalid JSON", "null", "lone surrogate" ...
+        sentence: what is wrong, to follow the place.
+    """
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind, self.sentence = kind, sentence
+
+
+class _Pairs(list):
+    """A JSON object as its pairs: a dict would drop a duplicate key without a word."""
+
+
+# json.loads with a hook makes a decoder at each call, which costs as much as reading a short line.
+_DECODER = json.JSONDecoder(object_pairs_hook=_Pairs)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Where a bad document lies: in the chunk's file, `line` lines (or rows) after the chunk's first."""
+
+    kind: str
+    sentence: str
+    line: int
+
+
+@dataclass
+class Records:
+    """The documents of a chunk: one tuple of texts each, in the order of the keys; and what was not taken."""
+
+    texts: list[tuple[str, ...]] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)  # of each document, counted from the chunk's first
+    bad: list[Bad] = field(default_factory=list)
+
+
+def parse(chunk: Chunk, keys: Sequence[str], max_document_bytes: int | None = None) -> Records:
+    """Check the documents of `chunk`. Blank lines are no documents; empty texts are documents of no text."""
+    records = Records()
+    if chunk.kind == "problem":
+        records.bad.append(Bad(*chunk.data, 0))
+        return records
+    for line, item in enumerate(_items(chunk)):
+        try:
+            values = _values(chunk.kind, item, keys)
+            if values is not None and max_document_bytes is not None:
+                _check_length(values, max_document_bytes)
+        except BadDocument as bad:
+            records.bad.append(Bad(bad.kind, bad.sentence, line))
+            continue
+        if values is not None:
+            records.texts.append(values)
+            records.lines.append(line)
+    return records
+
+
+def _items(chunk: Chunk) -> list[Any]:
+    if chunk.kind == "jsonl":
+        # Only \n ends a line: U+2028, U+0085 and \x1c, where str.splitlines cuts, may stand inside a JSON string.
+        return _lines(chunk.data)
+    return [chunk.data] if chunk.kind == "text" else chunk.data
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Cut at \\n. What may be one long line is not copied: the end of the last line stays on it, to be stripped."""
+    first = data.find(b"\n") + 1
+    return [data] if data and first in (0, len(data)) else data.split(b"\n")
+
+
+def _values(kind: str, item: Any, keys: Sequence[str]) -> tuple[str, ...] | None:
+    if kind == "jsonl":
+        line = item.removeprefix(_BOM)
+        # The decoder passes over blanks by itself; off a short line they go for the sake of its messages.
+        line = line.strip() if len(line) < _LONG_LINE else line
+        return _checked(_from_json(line, keys), keys) if line and not line.isspace() else None
+    if kind == "text":
+        return _checked([_decode(item)] * len(keys), keys)
+    return _checked(item, keys)
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadDocument(
+            "invalid UTF-8", f"byte {error.start + 1:,} is 0x{data[error.start]:02x}, wanted UTF-8 text"
+        ) from None
+
+
+def _from_json(line: bytes, keys: Sequence[str]) -> list[Any]:
+    text = _decode(line)
+    try:
+        pairs = _DECODER.decode(text)
+    except RecursionError:
+        raise BadDocument("invalid JSON", "is nested too deeply to be read, wanted a JSON object") from None
+    except ValueError as error:
+        message = error.msg.removesuffix(" at") if isinstance(error, json.JSONDecodeError) else str(error)
+        place = f" at column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else ""
+        raise BadDocument(
+            "invalid JSON", f"is not valid JSON ({message}{place}), wanted a JSON object"
+        ) from None
+    if not isinstance(pairs, _Pairs):
+        raise BadDocument("not an object", f"is a JSON {_json_type(pairs)}, wanted a JSON object")
+    values = []
+    for key in keys:
+        found = [value for name, value in pairs if name == key]
+        if not found:
+            names = ", ".join(sorted({name for name, _ in pairs})[:8]) or "none"
+            raise BadDocument("missing key", f"has no key '{key}', wanted it beside its keys ({names})")
+        if len(found) > 1:
+            raise BadDocument("duplicate key", f"has {len(found)} keys '{key}', wanted one")
+        values.append(found[0])
+    return values
+
+
+def _checked(values: Sequence[Any], keys: Sequence[str]) -> tuple[str, ...]:
+    for key, value in zip(keys, values):
+        if value is None:
+            raise BadDocument("null", f"has null for key '{key}', wanted a string")
+        if not isinstance(value, str):
+            raise BadDocument("not a string", f"has a {_json_type(value)} for key '{key}', wanted a string")
+        try:
+            check_unicode(value)
+        except ConfigError as error:
+            raise BadDocument("lone surrogate", f"key '{key}': {error}") from None
+    return tuple(values)
+
+
+def _check_length(values: Sequence[str], limit: int) -> None:
+    for value in values:
+        # A character is at most four bytes: most texts need no counting.
+        if 4 * len(value) > limit and (size := utf8_size(value)) > limit:
+            raise BadDocument(*too_long(size, limit))
+
+
+def _json_type(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, _Pairs | dict) else "list"
+
+
+def place(
+    path: str, kind: str, offset: int, line: int, sources: dict[str, Source], lines_before: int | None = None
+) -> str:
+    """'file:line' (or 'file:row', 'file') of a document, for a message.
+
+    Args:
+        offset: where its chunk begins in the decompressed file: the lines before it are counted here, only when a
+            message needs them, so that a shard or a resumed run that starts in mid-file names the right line.
+        line: lines after the chunk's first.
+        lines_before: lines before the chunk, where the caller has counted them.
+    """
+    if kind == "rows":
+        return f"{path}:row {offset + line + 1:,}"
+    source = sources.get(path)
+    if source is None or source.kind != "jsonl":
+        return path
+    if lines_before is None:
+        lines_before = _count_lines(source, offset)
+    return f"{path}:{lines_before + line + 1}"
+
+
+def _count_lines(source: Source, offset: int) -> int:
+    count = 0
+    with open_stream(source) as stream:
+        while offset > 0 and (piece := stream.read(min(offset, 1 << 20))):
+            count += piece.count(b"\n")
+            offset -= len(piece)
+    return count
