@@ -26,7 +26,7 @@ def flag(default: Any, text: str, **options: Any) -> Any:
     Options: choices; nargs; minimum (default 0; None = any), maximum, above (exclusive minimum);
     spelling and aliases where the name alone does not give the flag; synonyms
     {other word: the choice it stands for}; parse (a named parser of
-    megatron_lite.arguments.parse) for values that are neither a word nor a number; no_effect (why it does nothing here).
+    arguments/parse.py) for values that are neither a word nor a number; no_effect (why it does nothing here).
     """
     return field(default=default, metadata={"help": text, **options})
 

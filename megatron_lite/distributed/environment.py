@@ -57,7 +57,7 @@ def set_default(name: str, value: str) -> str:
 def prepare_libraries(deterministic: bool) -> list[str]:
     """Set what CUDA, NCCL and gloo read when they start, so call it before; lines about what a user may not expect.
 
-    Sources: torch's notes on CUDA (allocator) and on reproducibility (cuBLAS), Megatron-LM's arguments/parse.py, which asks
+    Sources: torch's notes on CUDA (allocator) and on reproducibility (cuBLAS), Megatron-LM's arguments.py, which asks
     for the opposite of CUDA_DEVICE_MAX_CONNECTIONS=1 together with FSDP2, and for a fixed NCCL_ALGO when deterministic.
     """
     notes = []

@@ -1,4 +1,4 @@
-"""Suite schedules: real runs of each pipeline schedule against what the simulator of arithmetic/pipeline_schedule.py says.
+"""Suite schedules: real runs of each pipeline schedule against what arithmetic/pipeline_schedule.py simulates.
 
 Two kinds of stages: real layers (as many ranks as there are cores, or they wait for a core and not for a neighbour),
 and stages that only sleep, which any number of ranks can do at once: they show the order of the actions and what the
