@@ -23,8 +23,8 @@ import zstandard
 
 from data_prep import merge_datasets, preprocess_data
 from megatron_lite.config import ConfigError
-from megatron_lite.data import documents, journal
 from megatron_lite.files.command_line import RunError
+from megatron_lite.preprocessing import documents, journal
 from megatron_lite.preprocessing.workers import map_in_order
 from tests.local_tokenizers import TEXT, write_byte_level, write_sentencepiece
 

@@ -11,7 +11,7 @@ from megatron_lite.planning.memory import rank_memory
 from megatron_lite.rehearsal.dry_run import rehearse_rank
 from tests.parity import make_config
 from tests.ranks import run_ranks
-from tests.training.test_rehearsal import _measure, slow
+from tests.rehearsal.test_dry_run import _measure, slow
 
 # Wide enough that tensors, not small change, are what is seen; the rehearsal's tensors are fake and cost nothing.
 MODEL = shlex.split("""
