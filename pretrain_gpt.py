@@ -32,8 +32,8 @@ from megatron_lite.checkpoint.conversion import convert_checkpoint
 from megatron_lite.data.build import Builder, build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.distributed import process_group as distributed
 from megatron_lite.distributed.mesh import build_mesh
-from megatron_lite.distributed.process_group import process_group as distributed
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.pipeline import Pipeline

