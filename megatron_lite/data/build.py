@@ -180,6 +180,8 @@ class _Assembly:
             size = sum(shares)
         entry = build_blend(parts, weights, size, self._cache(blend.prefixes[0]), self.is_builder)
         dataset = BlendedDataset(parts, entry, name)
+        if self.config.data.dataloader_type == "cyclic":  # its shuffle depends on how many there are
+            dataset.fingerprint += f" of {len(dataset)}"
         if not self.config.data.dataloader_defer_npy_index_mmap:
             dataset.entry.arrays  # noqa: B018  maps the file now, so that what is wrong with it shows now
         self._tell(split, name, parts, [used / entry.about["samples"] for used in entry.about["used"]])

@@ -443,6 +443,9 @@ def test_a_blend_may_be_lengthened_as_long_as_its_samples_come_in_the_same_order
         assert same or first.fingerprint != second.fingerprint, (short, long)
         equal += first.fingerprint == second.fingerprint
     assert 3 <= equal < 21  # within the same epochs of each source, and not beyond
+    cyclic = config_of(None, data_path=list(config.data.data_path), split="9,1,0", dataloader_type="cyclic")
+    prints = {build(cyclic, {"train": size}).train.fingerprint for size in built}
+    assert len(prints) == len(built)  # shuffled as a whole: no length begins as another does
     weights = config_of(tmp_path / "c", data_path=["0.4", corpus, "0.6", other], split="9,1,0")
     assert build(weights, {"train": 60}).fingerprint != built[60].fingerprint
 
