@@ -32,7 +32,8 @@ def convert_checkpoint(config: CheckpointConfig) -> str:
         raise ConfigError(
             f"--ckpt-convert-format {config.ckpt_convert_format}: --load {config.load} is empty"
         )
-    _refuse_place(config, found)
+    target = config.ckpt_convert_save.removeprefix("file://")
+    _refuse_place(target, found)
     left_out = (RANDOM_PREFIX, *([OPTIMIZER_PREFIX] if config.no_load_optim or config.finetune else []))
     with CheckpointReader(found) as reader:
 
@@ -44,13 +45,11 @@ def convert_checkpoint(config: CheckpointConfig) -> str:
         state = {key: value for key, value in reader.train_state.items() if key != "layout"}
         if config.ckpt_convert_format == "torch":
             whole = {"iteration": found.iteration, "config": reader.config, "train_state": state}
-            return _save_one_file(
-                config.ckpt_convert_save, found.iteration, whole | {"tensors": dict(tensors())}
-            )
+            return _save_one_file(target, found.iteration, whole | {"tensors": dict(tensors())})
         if OPTIMIZER_PREFIX in left_out:
             state["weights_only"] = True
         return write_checkpoint(
-            config.ckpt_convert_save,
+            target,
             found.iteration,
             tensors(),
             reader.config,
@@ -59,10 +58,10 @@ def convert_checkpoint(config: CheckpointConfig) -> str:
         )
 
 
-def _refuse_place(config: CheckpointConfig, found: Found) -> None:
+def _refuse_place(target: str, found: Found) -> None:
     """A conversion never writes over what it reads, nor over what another run or conversion wrote."""
-    target, step = config.ckpt_convert_save, folder_name(found.iteration)
-    inside = "://" not in target and Path(found.path).resolve() in (
+    step = folder_name(found.iteration)
+    inside = "://" not in target and Path(found.path.removeprefix("file://")).resolve() in (
         Path(target).resolve(),
         *Path(target).resolve().parents,
     )

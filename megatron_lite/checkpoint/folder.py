@@ -93,6 +93,7 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
 
 def same_folder(one: str, other: str) -> bool:
     """Whether two paths or addresses name one folder, by whatever links and spellings."""
+    one, other = one.removeprefix("file://"), other.removeprefix("file://")
     if "://" in one or "://" in other:
         return one.rstrip("/") == other.rstrip("/")
     return os.path.realpath(one) == os.path.realpath(other)
@@ -110,18 +111,24 @@ def refuse_to_replace(config: CheckpointConfig, found: Found | None, weights_onl
     own = found is not None and config.save and same_folder(parent_of(found.path)[0], config.save)
     if not config.save or (own and not weights_only) or config.overwrite_checkpoints:
         return
-    complete, _ = survey(storage_for(config.save))
+    storage = storage_for(config.save)
+    if storage.size(MANIFEST) is not None:
+        raise ConfigError(
+            f"--save {config.save} is a checkpoint itself, wanted the folder that it lies in, or another"
+        )
+    complete, broken = survey(storage)
     if own and any(complete):  # an imported model is iteration 0, which no save replaces
         raise ConfigError(
             f"--save {config.save} holds the checkpoints that this run takes only the weights from (the newest of "
             f"iteration {max(complete)}), and it starts at step 0: another --save leaves them alone, no --finetune "
             "goes on from them, --overwrite-checkpoints replaces those of the same iterations"
         )
-    if complete and not own:
+    if not own and (complete or broken):  # what is not complete here may be another program's
+        newest = f"the newest of iteration {max(complete)}" if complete else ", ".join(list(broken)[:3])
+        go_on = f"--load {config.save} goes on from them, " if complete else ""
         raise ConfigError(
-            f"--save {config.save} holds checkpoints of another run (the newest of iteration {max(complete)}), which "
-            f"this run does not start from: --load {config.save} goes on from them, another --save leaves them alone, "
-            "--overwrite-checkpoints replaces those of the same iterations"
+            f"--save {config.save} holds checkpoints of another run ({newest}), which this run does not start from: "
+            f"{go_on}another --save leaves them alone, --overwrite-checkpoints replaces those of the same iterations"
         )
 
 

@@ -328,10 +328,25 @@ def test_a_run_does_not_write_over_another_ones_checkpoints(tmp_path):
             check_folders(config)
     refuse_to_replace(going_on, find_checkpoint(going_on), weights_only=False)
     check_folders(going_on)
+    check_folders(CheckpointConfig(save=f"file://{mine}", load=str(mine)))
     check_folders(CheckpointConfig(save=str(mine), load=str(tmp_path / "on the cluster")))
     refuse_to_replace(CheckpointConfig(save=str(mine), overwrite_checkpoints=True), None, weights_only=False)
     refuse_to_replace(CheckpointConfig(save=str(tmp_path / "new")), None, weights_only=False)
     refuse_to_replace(CheckpointConfig(), None, weights_only=False)
+
+
+@pytest.mark.parametrize("name", ["iter_0000005/.metadata", "iter_0000005/mp_rank_00/model_optim_rng.pt"])
+def test_a_run_does_not_write_over_another_programs_checkpoints(tmp_path, name):
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="of another run .iter_0000005.*: another --save leaves them"):
+        check_folders(CheckpointConfig(save=str(tmp_path)))
+
+
+def test_a_checkpoint_is_no_folder_to_save_in(tmp_path):
+    make_checkpoint(tmp_path, 5)
+    with pytest.raises(ConfigError, match="iter_0000005 is a checkpoint itself"):
+        check_folders(CheckpointConfig(save=str(tmp_path / "iter_0000005")))
 
 
 def test_finetuning_does_not_write_over_what_it_starts_from(tmp_path):
