@@ -76,8 +76,9 @@ def test_errors(load, tmp_path):
 def test_a_conversion_never_replaces_its_source(load, tmp_path, place, form):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    with pytest.raises(ConfigError, match="wanted another folder: it would be replaced"):
-        convert(load, f"{tmp_path}/{place}", form)
+    for start in ("", "file://"):
+        with pytest.raises(ConfigError, match="wanted another folder: it would be replaced"):
+            convert(load, f"{start}{tmp_path}/{place}", form)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
