@@ -109,13 +109,15 @@ def refuse_to_replace(config: CheckpointConfig, found: Found | None, weights_onl
         ConfigError: unless --overwrite-checkpoints.
     """
     own = found is not None and config.save and same_folder(parent_of(found.path)[0], config.save)
-    if not config.save or (own and not weights_only) or config.overwrite_checkpoints:
+    if not config.save:
         return
     storage = storage_for(config.save)
     if storage.size(MANIFEST) is not None:
         raise ConfigError(
             f"--save {config.save} is a checkpoint itself, wanted the folder that it lies in, or another"
         )
+    if (own and not weights_only) or config.overwrite_checkpoints:
+        return
     complete, broken = survey(storage)
     if own and any(complete):  # an imported model is iteration 0, which no save replaces
         raise ConfigError(

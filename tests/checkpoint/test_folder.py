@@ -346,7 +346,7 @@ def test_a_run_does_not_write_over_another_programs_checkpoints(tmp_path, name):
 def test_a_checkpoint_is_no_folder_to_save_in(tmp_path):
     make_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match="iter_0000005 is a checkpoint itself"):
-        check_folders(CheckpointConfig(save=str(tmp_path / "iter_0000005")))
+        check_folders(CheckpointConfig(save=str(tmp_path / "iter_0000005"), overwrite_checkpoints=True))
 
 
 def test_finetuning_does_not_write_over_what_it_starts_from(tmp_path):
