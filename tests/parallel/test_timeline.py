@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.arithmetic.partition import plan_from_config
-from megatron_lite.arithmetic.pipeline_schedule import build_schedule, runnable_schedule, schedule_timeline
+from megatron_lite.arithmetic.pipeline_schedule import (
+    SPLIT_BACKWARD_SCHEDULES,
+    build_schedule,
+    runnable_schedule,
+    schedule_timeline,
+)
 from megatron_lite.config import ConfigError
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.parallel.clock import ActionClock
@@ -77,7 +82,9 @@ def test_what_ran_is_what_the_schedule_says(recorded, run):
             actions = [event.action for event in events if event.action.kind != "R"]
             assert [action[:3] for action in actions] == [action[:3] for action in plan[rank]]
             reduced = sorted(event.action.stage for event in events if event.action.kind == "R")
-            assert reduced == sorted({action.stage for action in actions})
+            # Gradients are reduced behind the last backward, but where the weights' come in an action of their own.
+            split = schedule in SPLIT_BACKWARD_SCHEDULES
+            assert reduced == (sorted({action.stage for action in actions}) if split else [])
             assert events[0].start > 0
             assert all(event.end > event.start for event in events)
             assert all(a.end <= b.start for a, b in zip(events, events[1:]))
