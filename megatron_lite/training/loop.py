@@ -156,7 +156,7 @@ class Trainer:
         tokens, scale = count_tokens(batch, self.mesh).clamp(min=1), self.loss_scale.scale
         with self.timers("forward-backward"):
             loss_sum = self.pipeline.train_step(batch, microbatches, scale / tokens)
-            # [1 + flags] What ranks were asked for travels beside the loss, which tensor ranks have in common.
+            # [1 + flags] What ranks were asked for is summed beside the loss, which tensor ranks have in common.
             sums = sum_loss(torch.cat([loss_sum.float().view(1), self.stop.flags()]), self.mesh)
             if len(sums) > 1:
                 self.mesh.sum_over(sums[1:], "tp")

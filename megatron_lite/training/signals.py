@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class StopWatch:
     """Decides after each step whether the run ends now, the same way on every rank.
 
-    What this rank has seen (`flags`) travels in the tensor of the step's loss, so a step has no message and no host
+    What this rank has seen (`flags`) is part of the tensor of the step's loss, so a step has no message and no host
     wait for it. A signal that comes after a step has sent its loss is seen by the next one: at most one step later.
     """
 
