@@ -18,7 +18,7 @@ MODEL_ARGS=(
 TRAINING_ARGS=(
     --seq-length 256 --micro-batch-size 4 --global-batch-size 16 --train-iters 500
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 50
-    --weight-decay 0.1 --adam-beta2 0.95 --device cpu
+    --weight-decay 0.1 --adam-beta2 0.95
 )
 DATA_ARGS=(
     --data-path "$DATA" --split 949,50,1

@@ -72,7 +72,7 @@ DATA=(
 OUTPUT=(
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "$HALF"
     --eval-interval "$HALF" --eval-iters 4
-    --log-interval 5 --log-throughput --wandb-project quickstart --wandb-save-dir "$RUN" --device cpu
+    --log-interval 5 --log-throughput --wandb-project quickstart --wandb-save-dir "$RUN"
 )
 
 say "4. Training to iteration $HALF: 4 processes, 2 pipeline ranks x 2 chunks (interleaved 1F1B), FSDP over 2"
