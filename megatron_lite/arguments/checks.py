@@ -17,10 +17,10 @@ from megatron_lite.arithmetic.batch_size import BatchSchedule
 from megatron_lite.arithmetic.costs import FLASH_MAX_WIDTH
 from megatron_lite.arithmetic.partition import check_split
 from megatron_lite.arithmetic.pipeline_schedule import (
-    SPLIT_BACKWARD_SCHEDULES,
     check_microbatches,
     runnable_schedule,
 )
+from megatron_lite.arithmetic.sharding import splits_backward
 from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.config import CONCERNS, Config, ConfigError, refuse_together
 from megatron_lite.config.declare import broken_limit
@@ -204,7 +204,7 @@ def _check_recompute(config: Config) -> None:
     if granularity == "full" and count > layers:
         raise ConfigError(f"--recompute-num-layers {count} is more than --num-layers {layers}")
     # torch recomputes for each call of backward; a split one has a call for each weight and keeps what each made.
-    if granularity == "full" and parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+    if granularity == "full" and splits_backward(config):
         raise ConfigError(
             f"--recompute-granularity full with --pipeline-schedule {parallel.pipeline_schedule}, which runs the "
             "backward in two parts, would hold more than no recomputation does: choose selective, or 1f1b or "
@@ -244,7 +244,7 @@ def _check_batch(config: Config) -> None:
 def _check_pipeline(config: Config) -> None:
     parallel, layers = config.parallel, config.model.num_layers
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    if parallel.compile and parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+    if parallel.compile and splits_backward(config):
         raise ConfigError(
             f"--compile does not go with --pipeline-schedule {parallel.pipeline_schedule}, which runs the backward of "
             "a block in two parts: choose 1f1b or interleaved-1f1b, or leave --compile out"
@@ -293,7 +293,7 @@ def _check_reduction(config: Config) -> None:
     parallel = config.parallel
     if parallel.reduce_gradients != "each-microbatch":
         return
-    if parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+    if splits_backward(config):
         raise ConfigError(
             f"--reduce-gradients each-microbatch saves nothing with --pipeline-schedule {parallel.pipeline_schedule}, "
             "whose weight gradients come all at once: wanted last-microbatch or auto, or 1f1b or interleaved-1f1b"

@@ -17,6 +17,7 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     runnable_schedule,
     simulate,
 )
+from megatron_lite.arithmetic.sharding import reshards
 from megatron_lite.config import Config
 from megatron_lite.planning.activations import (
     activation_width,
@@ -29,7 +30,6 @@ from megatron_lite.planning.memory import (
     adds_up_whole,
     block_parameters,
     microbatches_of,
-    reshards,
     shards,
     stage_local_parameters,
     stages_of,

@@ -112,8 +112,8 @@ class BackgroundSink:
             with self._changed:
                 self._failed = True
                 self._waiting.clear()
-                told = self._abandoned  # why the run went on without it
-            if not told:
+                abandoned = self._abandoned  # why the run went on without it
+            if not abandoned:
                 self._say(f"warning: {self.name} {doing}: {str(error) or type(error).__name__}")
 
     def _next(self) -> tuple[Record, int] | None:

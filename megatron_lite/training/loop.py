@@ -26,7 +26,14 @@ from megatron_lite.training.gradients import (
     scale_gradients,
 )
 from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.metrics import DECOUPLED, Metrics, StepResult, memory_record, peak_memory
+from megatron_lite.training.metrics import (
+    DECOUPLED,
+    Metrics,
+    StepResult,
+    line_is_due,
+    memory_record,
+    peak_memory,
+)
 from megatron_lite.training.optimizer import set_schedule
 from megatron_lite.training.resume import checkpoint_tensors
 from megatron_lite.training.signals import StopWatch
@@ -172,10 +179,8 @@ class Trainer:
         return loss, norm
 
     def _line_is_due(self) -> bool:
-        """Whether the step that is under way has a line of the log, as Metrics.is_due says."""
-        iteration = self.state.iteration + 1
-        interval = self.config.logging.log_interval
-        return iteration % interval == 0 or iteration == self.batches.total_iterations
+        """Whether the step that is under way has a line of the log."""
+        return line_is_due(self.state.iteration + 1, self.batches.total_iterations, self.config.logging)
 
     def _extras(self) -> dict[str, float]:
         logging = self.config.logging

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.arithmetic.flops import flops_per_step, peak_flops
-from megatron_lite.config import Config
+from megatron_lite.config import Config, LoggingConfig
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import Tracker
@@ -63,6 +63,11 @@ def peak_memory(device: torch.device) -> torch.Tensor:
 def memory_record(sizes: Sequence[float]) -> dict[str, int]:
     """What `peak_memory` gave, under the names of a record."""
     return {name: int(size) for name, size in zip(_MEMORY, sizes)}
+
+
+def line_is_due(iteration: int, total: int, logging: LoggingConfig) -> bool:
+    """Whether the line of the log is printed after this iteration of `total`."""
+    return iteration % logging.log_interval == 0 or iteration == total
 
 
 class Metrics:
@@ -124,7 +129,7 @@ class Metrics:
 
     def is_due(self, iteration: int) -> bool:
         """Whether the line of the log is printed after this iteration."""
-        return iteration % self._config.logging.log_interval == 0 or iteration == self._total
+        return line_is_due(iteration, self._total, self._config.logging)
 
     def _now(self, result: StepResult, state: TrainState) -> str:
         left = (self._total - state.iteration) * result.seconds

@@ -149,7 +149,7 @@ os._exit(0)
 
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="processes are found in /proc")
 def test_a_job_ends_though_wandbs_service_hangs_and_netrc_is_a_login(tmp_path):
-    """The service inherits our output: were it left alive, whoever reads that would wait for ever."""
+    """The service inherits our output: were it left alive, whoever reads that would never see its end."""
     pytest.importorskip("wandb")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
