@@ -21,7 +21,8 @@ from megatron_lite.config import ConfigError
 from megatron_lite.data.blends import SPLITS, parse_blend, parse_split, split_bounds, split_range
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
-from megatron_lite.files.command_line import Parser, number, run, write_aside
+from megatron_lite.files.command_line import Parser, number, run
+from megatron_lite.files.writing import write_aside
 
 PIECE = 1 << 22  # tokens looked at in one go
 BAR = 40  # characters of the longest bar of a histogram

@@ -22,9 +22,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.indexed_dataset import IndexedDataset, sync_folder, write_index
-from megatron_lite.files.command_line import Parser, make_folder_of, run, write_aside
+from megatron_lite.data.indexed_dataset import IndexedDataset, write_index
+from megatron_lite.files.command_line import Parser, make_folder_of, run
 from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.writing import aside_of, sync_folder, write_aside
 from megatron_lite.preprocessing.journal import disk_error
 
 COPY_BYTES = 1 << 24
@@ -97,8 +98,8 @@ def check_same(datasets: Sequence[IndexedDataset], about: Sequence[dict[str, Any
 
 def merge(datasets: Sequence[IndexedDataset], output_prefix: str, about: dict[str, Any] | None) -> None:
     """Write the datasets one after the other as `output_prefix`. Raises OSError; nothing half-made stays."""
-    bin_aside = Path(f"{output_prefix}.bin.tmp-{os.getpid()}")
-    idx_aside = Path(f"{output_prefix}.idx.tmp-{os.getpid()}")
+    bin_aside = aside_of(Path(f"{output_prefix}.bin"))
+    idx_aside = aside_of(Path(f"{output_prefix}.idx"))
     total = sum(dataset.bin_size for dataset in datasets)
     try:
         with (

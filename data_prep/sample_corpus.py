@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import inspect
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
+from megatron_lite.files.writing import opened_aside
 
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
@@ -92,25 +92,18 @@ def write_corpus(output: Path, library: Path, goal: int, limit: int | None) -> t
     for name, text in documents(library, goal):
         chosen.append((hashlib.sha256(name.encode()).digest(), name, text))
     chosen.sort()
-    aside = output.with_name(f"{output.name}.tmp-{os.getpid()}")
-    try:
-        count = 0
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            for _, name, text in chosen:
-                file.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
-                count, size = count + 1, size + len(text.encode())
-                if limit is not None and size >= limit:
-                    break
-            file.flush()
-            os.fsync(file.fileno())
+    count = 0
+    with opened_aside(output, "w", encoding="utf-8", newline="\n") as file:
+        for _, name, text in chosen:
+            file.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
+            count, size = count + 1, size + len(text.encode())
+            if limit is not None and size >= limit:
+                break
         if size < min(goal, limit or goal):
             raise ConfigError(
                 f"the standard library in '{library}' holds {size / 1e6:.1f} MB of text, "
                 f"wanted --megabytes {goal / 1e6:g}; give a smaller number"
             )
-        aside.rename(output)
-    finally:
-        aside.unlink(missing_ok=True)
     return count, size
 
 

@@ -6,11 +6,12 @@ from dataclasses import fields
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.arguments.parse import flag_of, parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.batch_size import BatchSchedule
 from megatron_lite.arithmetic.lr_schedule import Schedule
 from megatron_lite.arithmetic.partition import plan_from_config
 from megatron_lite.config import CONCERNS, Config, ConfigError
+from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.rehearsal.run_report import describe_run
 

@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.arguments.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN
-from megatron_lite.arguments.parse import (
-    build_parser,
-    flag_of,
-    parse_arguments,
-    parse_or_exit,
-)
+from megatron_lite.arguments.parse import build_parser, parse_arguments, parse_or_exit
 from megatron_lite.config import CONCERNS, Config, ConfigError
+from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
 
 ROOT = Path(__file__).parents[1]

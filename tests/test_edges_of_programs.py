@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config import ConfigError
-from megatron_lite.files.command_line import make_folder_of, number, write_aside
+from megatron_lite.files.command_line import make_folder_of, number
+from megatron_lite.files.writing import write_aside
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.arguments.megatron_flags import ACCEPTED, REFUSED, RENAMED, SETS, SETS_UNLESS_GIVEN
-from megatron_lite.arguments.parse import flag_of, parse_arguments
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import CONCERNS, ConfigError
+from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
 
 with (Path(__file__).parent / "golden" / "megatron_flags.tsv").open() as table:

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from megatron_lite.files.command_line import Parser, make_folder_of, number, run, write_aside
+from megatron_lite.files.command_line import Parser, make_folder_of, number, run
+from megatron_lite.files.writing import write_aside
 from tools.benchmarks import (
     checkpoint,
     fsdp,

@@ -23,6 +23,7 @@ from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.pipeline_schedule import SCHEDULES
 from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.declare import flag_name
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.fields import read_json
@@ -60,7 +61,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--gpu", choices=(*DEVICES, "custom"), required=True, help="the kind of GPU")
     for name in CUSTOM:
-        parser.add_argument("--" + name.replace("_", "-"), type=positive, help="of a --gpu custom")
+        parser.add_argument(flag_name(name), type=positive, help="of a --gpu custom")
     parser.add_argument("--model", type=Path, help="a Hugging Face model's folder, or its config.json")
     parser.add_argument(
         "--efficiency",
@@ -74,9 +75,7 @@ def build_parser() -> Parser:
         options: dict[str, Any] = {"action": "store_true"} if item.type is bool else {"type": number(1)}
         if item.type is str:
             options = {"choices": TEXTS[item.name]}
-        held.add_argument(
-            "--" + item.name.replace("_", "-"), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
-        )
+        held.add_argument(flag_name(item.name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
     return parser
 
 
@@ -87,14 +86,14 @@ def device_of(own: argparse.Namespace) -> Device:
         ConfigError: a custom one without all its numbers, or numbers for a known one.
     """
     given = {name: getattr(own, name) for name in CUSTOM if getattr(own, name) is not None}
-    flags = ["--" + name.replace("_", "-") for name in CUSTOM]
+    flags = [flag_name(name) for name in CUSTOM]
     if own.gpu == "custom":
         missing = [flag for flag, name in zip(flags, CUSTOM) if name not in given]
         if missing:
             raise ConfigError(f"--gpu custom needs {', '.join(missing)}")
         device = custom_device(*(given[name] for name in CUSTOM))
     elif given:
-        first = "--" + next(iter(given)).replace("_", "-")
+        first = flag_name(next(iter(given)))
         raise ConfigError(f"{first} describes a --gpu custom, --gpu is {own.gpu}: its data sheet is known")
     else:
         device = DEVICES[own.gpu]

@@ -20,7 +20,8 @@ from megatron_lite.arithmetic.partition import describe, plan_from_config
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.compare import read_stored_config
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.files.command_line import Parser, make_folder_of, run, write_aside
+from megatron_lite.files.command_line import Parser, make_folder_of, run
+from megatron_lite.files.writing import write_aside
 from megatron_lite.training.metrics_file import MetricsFile, Record, read_metrics
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 240, 64, 28, 12, 12

@@ -38,7 +38,8 @@ from megatron_lite.arithmetic.pipeline_schedule import (
 )
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.distributed.environment import Environment
-from megatron_lite.files.command_line import Parser, make_folder_of, number, run, write_aside
+from megatron_lite.files.command_line import Parser, make_folder_of, number, run
+from megatron_lite.files.writing import write_aside
 from megatron_lite.planning.balance import Proposal, propose
 from megatron_lite.planning.memory import microbatches_of
 from megatron_lite.planning.picture import Panel, draw, to_png, to_svg

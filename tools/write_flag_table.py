@@ -22,8 +22,8 @@ from megatron_lite.arguments.megatron_flags import (
     SETS_UNLESS_GIVEN,
     Accepted,
 )
-from megatron_lite.arguments.parse import flag_of
 from megatron_lite.config import CONCERNS
+from megatron_lite.config.declare import flag_of
 from megatron_lite.files.command_line import guarded
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "megatron_migration.md"

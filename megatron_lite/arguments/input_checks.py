@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, refuse_together
+from megatron_lite.config.declare import flag_name
 from megatron_lite.data.blends import plan_data
 
 
@@ -14,7 +15,7 @@ def check_not_empty(config: Config) -> None:
     for concern in (config.checkpoint, config.data):
         for item in fields(concern):
             if getattr(concern, item.name) == "":
-                flag = "--" + item.name.replace("_", "-")
+                flag = flag_name(item.name)
                 raise ConfigError(f"{flag} is empty: give it a value or leave it out")
 
 
@@ -85,7 +86,7 @@ def missing_files(config: Config) -> list[str]:
             gone = [end for end in (".idx", ".bin") if not _exists(prefix + end)]
             if gone:
                 files = " and ".join(prefix + end for end in gone)
-                missing.append(f"--{name.replace('_', '-')}: there is no {files}{_prefix_hint(prefix)}")
+                missing.append(f"{flag_name(name)}: there is no {files}{_prefix_hint(prefix)}")
     for concern, names in (
         (data, ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path")),
         (data, ("vocab_file", "merge_file", "tokenizer_model")),
@@ -95,7 +96,7 @@ def missing_files(config: Config) -> list[str]:
             path = getattr(concern, name)
             if path is not None and not _exists(path):
                 hint = " (a local file or folder: nothing is downloaded)" if name == "tokenizer_model" else ""
-                missing.append(f"--{name.replace('_', '-')}: there is no {path}{hint}")
+                missing.append(f"{flag_name(name)}: there is no {path}{hint}")
     return missing
 
 

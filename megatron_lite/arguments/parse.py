@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from megatron_lite.arguments.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN, why_refused
 from megatron_lite.arguments.resolve import complete, merge_stored, place
 from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
+from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.files.foreign_files import foreign_file
 
@@ -99,11 +100,6 @@ def exit_with_error(error: ConfigError, environment: Environment) -> NoReturn:
     else:
         time.sleep(5)
     sys.exit(2)
-
-
-def flag_of(item: Field) -> str:
-    """The command-line spelling of a config field."""
-    return item.metadata.get("spelling", "--" + item.name.replace("_", "-"))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,8 +1,6 @@
 """--ckpt-convert-format: a checkpoint written anew, in one process, without a model or a process group."""
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, Ch
 from megatron_lite.checkpoint.storage import parent_of, storage_for
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import CheckpointConfig, ConfigError
+from megatron_lite.files.writing import opened_aside
 
 
 def convert_checkpoint(config: CheckpointConfig) -> str:
@@ -86,17 +85,9 @@ def _tokenizer_files(path: str) -> list[Path]:
 
 def _save_one_file(folder: str, iteration: int, content: dict) -> str:
     path = Path(folder) / f"{folder_name(iteration)}.pt"
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        with opened_aside(path) as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
     except OSError as error:
         raise ConfigError(f"--ckpt-convert-save {folder} cannot be written: {sentence(error)}") from None
-    finally:
-        with suppress(OSError):
-            aside.unlink()
     return str(path)

@@ -4,15 +4,14 @@ Paths are relative to the storage's root and use "/". Only what a checkpoint nee
 differ in one thing that matters: a local folder can be renamed at once, a remote one cannot.
 """
 
-import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fsspec.core import url_to_fs
 
 from megatron_lite.config import ConfigError
+from megatron_lite.files.writing import sync_folder, write_aside
 
 _WRITE_BUFFER = 1 << 20
 
@@ -61,17 +60,7 @@ class LocalStorage:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file aside, bring it to the disk and give it its name: it is whole or not there."""
-        target = self._at(path)
-        aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-        try:
-            with aside.open("wb") as file:
-                file.write(data)
-                sync(file)
-            aside.rename(target)
-        finally:
-            with suppress(OSError):
-                aside.unlink()
-        self.sync_folder(str(Path(path).parent))
+        write_aside(self._at(path), data)
 
     def make_folder(self, path: str = "") -> None:
         """Make a folder and its parents; one that is there is fine."""
@@ -94,11 +83,7 @@ class LocalStorage:
 
     def sync_folder(self, path: str = "") -> None:
         """Bring the folder's names (new files, renames) to the disk."""
-        handle = os.open(self._at(path), os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(self._at(path))
 
     def free_bytes(self) -> int | None:
         """Free bytes of the filesystem that holds the root or its nearest existing parent."""
@@ -187,12 +172,6 @@ class RemoteStorage:
 
 
 Storage = LocalStorage | RemoteStorage
-
-
-def sync(file: BinaryIO) -> None:
-    """Bring a file's bytes to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def storage_for(path: str) -> Storage:

@@ -31,6 +31,16 @@ def flag(default: Any, text: str, **options: Any) -> Any:
     return field(default=default, metadata={"help": text, **options})
 
 
+def flag_of(item: Field) -> str:
+    """The command-line spelling of a config field."""
+    return item.metadata.get("spelling", flag_name(item.name))
+
+
+def flag_name(name: str) -> str:
+    """'--num-layers' of 'num_layers'."""
+    return "--" + name.replace("_", "-")
+
+
 def broken_limit(number: float, item: Field) -> str | None:
     """'at least 1': what the flag's limits want of a number that is outside of them; None for one within."""
     limits = item.metadata

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_lite.files.writing import opened_aside
+
 _MAGIC = b"MLITEIX1"
 _HEAD = struct.Struct("<8sQ")
 _ALIGNMENT = 64
@@ -121,20 +123,14 @@ def _machine_folder(create: bool = False) -> Path | None:
 
 def _store(path: Path, about: dict[str, Any], arrays: Arrays) -> str | None:
     """Write an entry; why the folder cannot be written to (read-only, full, no permission), or None."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.uname().nodename}-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with opened_aside(path) as file:
             file.write(_header(about, arrays))
             for array in arrays.values():
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
                 file.write(np.ascontiguousarray(array).data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
         return None
     except OSError as error:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
         return error.strerror or str(error)
 
 

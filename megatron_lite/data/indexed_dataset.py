@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from megatron_lite.config import ConfigError
 from megatron_lite.files.foreign_files import foreign_content, foreign_file
+from megatron_lite.files.writing import aside_of, sync, sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries: 34 bytes
@@ -261,8 +262,8 @@ class IndexedDatasetBuilder:
             raise ConfigError(f"dtype is {self.dtype.name}, wanted one of {sorted(CODES)}")
         self.dtype = self.dtype.newbyteorder("<")
         self.path_prefix = os.fspath(path_prefix)
-        self._bin_temporary = Path(f"{self.path_prefix}.bin.tmp-{os.getpid()}")
-        self._idx_temporary = Path(f"{self.path_prefix}.idx.tmp-{os.getpid()}")
+        self._bin_temporary = aside_of(Path(f"{self.path_prefix}.bin"))
+        self._idx_temporary = aside_of(Path(f"{self.path_prefix}.idx"))
         self._lengths, self._documents = array("i"), array("q", [0])
         self._bin = self._bin_temporary.open("wb", buffering=1 << 20)
 
@@ -292,7 +293,8 @@ class IndexedDatasetBuilder:
 
     def finalize(self) -> None:
         """Write .idx, bring both to the disk, then give them their names: .bin first, .idx (what readers open) last."""
-        _sync_and_close(self._bin)
+        sync(self._bin)
+        self._bin.close()
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         boundaries = np.frombuffer(self._documents, dtype=np.int64)[1:]
         counts = len(lengths), len(boundaries)
@@ -360,12 +362,6 @@ def _read_fully(file: int, size: int, offset: int) -> bytes:
     return data
 
 
-def _sync_and_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
 def write_index(
     path: Path, dtype: np.dtype, num_sequences: int, num_documents: int, lengths: Arrays, boundaries: Arrays
 ) -> None:
@@ -390,15 +386,5 @@ def write_index(
         file.write(np.zeros(1, "<i8").data)
         for piece in boundaries():
             file.write(piece.astype("<i8").data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
         assert file.tell() == HEADER.size + 12 * num_sequences + 8 * (num_documents + 1)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring renames in `folder` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

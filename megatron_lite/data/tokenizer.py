@@ -23,6 +23,7 @@ import tiktoken
 import tokenizers
 
 from megatron_lite.config import ConfigError, DataConfig, ModelConfig
+from megatron_lite.config.declare import flag_name
 from megatron_lite.data.tiktoken_file import read_tiktoken
 from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import WordEncoder, word_encoder
@@ -298,7 +299,7 @@ def add_tokenizer_flags(parser: ArgumentParser) -> None:
         item = declared[name]
         whole = isinstance(item.default, int) or name == "vocab_size"
         group.add_argument(
-            "--" + name.replace("_", "-"),
+            flag_name(name),
             type=number(item.metadata.get("minimum", 0)) if whole else str,
             default=item.default,
             choices=item.metadata.get("choices"),

@@ -1,7 +1,6 @@
 """What the data_prep scripts share at their edge: one sentence and exit code 2 for what a user can cause."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -91,23 +90,3 @@ def make_folder_of(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} '{path}': its folder cannot be made: {error.strerror}") from None
     if path.is_dir():
         raise ConfigError(f"{flag} '{path}' is a folder, wanted a file to write")
-
-
-def write_aside(path: Path, content: bytes | str | Any) -> None:
-    """Write bytes, text or (anything else) JSON to `path` through a temporary file, synced, then renamed.
-
-    Its folder is made. Raises OSError; the temporary file is removed.
-    """
-    if not isinstance(content, bytes | str):
-        content = json.dumps(content, indent=1, sort_keys=True) + "\n"
-    data = content.encode() if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)

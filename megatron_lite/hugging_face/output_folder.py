@@ -1,12 +1,12 @@
 """A result that is whole under its name or not there: made aside, renamed at the end."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_lite.config import ConfigError
+from megatron_lite.files.writing import aside_of, sync_folder
 
 
 def check_free(path: Path, flag: str) -> None:
@@ -28,23 +28,15 @@ def made_aside(path: Path, flag: str) -> Iterator[Path]:
     """
     check_free(path, flag)
     path = path.absolute()
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    aside = aside_of(path)
     try:
         try:
             aside.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"{flag} '{path}' cannot be made: {error.strerror}") from None
         yield aside
-        _sync(aside)
+        sync_folder(aside)
         aside.rename(path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,6 +11,7 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     runnable_schedule,
 )
 from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.declare import flag_name
 from megatron_lite.planning.devices import GIB, Cluster
 from megatron_lite.planning.memory import RankMemory, microbatches_of, rank_memory
 from megatron_lite.planning.time import StepTime, least_seconds, step_time
@@ -47,7 +48,7 @@ class Layout:
         for item in fields(self):
             value = getattr(self, item.name)
             if value not in ("none", "auto", None, False) and (value != 1 or item.name == "micro_batch_size"):
-                out += ["--" + item.name.replace("_", "-"), *([] if value is True else [str(value)])]
+                out += [flag_name(item.name), *([] if value is True else [str(value)])]
         if self.tensor_model_parallel_size > 1:
             out.append("--sequence-parallel")
         if self.recompute_granularity == "full":

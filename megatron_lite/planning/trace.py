@@ -16,8 +16,8 @@ from typing import Any
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config
 from megatron_lite.arithmetic.pipeline_schedule import Action, Event, Timeline, runnable_schedule
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.files.command_line import write_aside
 from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.writing import write_aside
 
 FORMAT = "megatron_lite timeline 1"
 KINDS = "FBIWR"

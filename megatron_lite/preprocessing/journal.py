@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.indexed_dataset import Arrays, sync_folder, write_index
-from megatron_lite.files.command_line import RunError, write_aside
+from megatron_lite.data.indexed_dataset import Arrays, write_index
+from megatron_lite.files.command_line import RunError
+from megatron_lite.files.writing import sync, sync_folder, write_aside
 
 _PIECE = 1 << 20  # entries handled at a time when the index is written
 
@@ -117,8 +118,7 @@ class Journal:
         sizes = []
         for pair in self._files:
             for file in pair:
-                file.flush()
-                os.fsync(file.fileno())
+                sync(file)
             sizes.append([file.tell() for file in pair])
         content = {"signature": self.signature, "state": state, "sizes": sizes, "complete": complete}
         write_aside(self.folder / "state.json", content)
