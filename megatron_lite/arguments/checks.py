@@ -13,8 +13,9 @@ from megatron_lite.arguments.input_checks import (
     missing_files,
 )
 from megatron_lite.arguments.schedule_checks import check_learning_rate, check_length, check_weight_decay
-from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
 from megatron_lite.arithmetic.costs import FLASH_MAX_WIDTH
+from megatron_lite.arithmetic.mesh_sizes import uneven_cut
 from megatron_lite.arithmetic.partition import check_split
 from megatron_lite.arithmetic.pipeline_schedule import (
     check_microbatches,
@@ -153,26 +154,11 @@ def _check_world(config: Config) -> None:
 
 
 def _check_tensor_and_context(config: Config) -> None:
-    model, parallel, seq_length = config.model, config.parallel, config.data.seq_length
+    model, parallel = config.model, config.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    for flag, number in (
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--num-query-groups", model.num_query_groups),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
-        ("--padded-vocab-size", model.padded_vocab_size or 0),
-    ):
-        if number % tensor:
-            raise ConfigError(f"{flag} {number} does not divide by --tensor-model-parallel-size {tensor}")
-    # Each context rank takes one chunk from the front and one from the back, so that causal work is even.
-    if context > 1 and seq_length % (2 * context):
-        raise ConfigError(
-            f"--seq-length {seq_length} does not divide by twice --context-parallel-size {context} = {2 * context}"
-        )
-    if parallel.sequence_parallel and (seq_length // context) % tensor:
-        raise ConfigError(
-            f"--sequence-parallel: --seq-length {seq_length} / --context-parallel-size {context} does not divide by "
-            f"--tensor-model-parallel-size {tensor}"
-        )
+    reason = uneven_cut(config, tensor, context, parallel.sequence_parallel)
+    if reason is not None:
+        raise ConfigError(reason)
     if context > 1 and "a2a" in parallel.cp_comm_type:
         heads = model.num_query_groups // tensor
         if heads % context:
@@ -282,7 +268,8 @@ def _check_pipeline(config: Config) -> None:
             f"--eval-global-batch-size {evaluation.eval_global_batch_size}: ",
         )
     for batch_size, where in sorted(sizes.items()):
-        microbatches = _pass_size(config, batch_size // batches.samples_per_microbatch)
+        microbatches = batch_size // batches.samples_per_microbatch
+        microbatches = pass_size(microbatches, parallel.max_microbatches_per_step)
         name = runnable_schedule(parallel.pipeline_schedule, size, microbatches)
         reason = check_microbatches(name, size, chunks, microbatches)
         if reason is not None:
@@ -303,12 +290,6 @@ def _check_reduction(config: Config) -> None:
             "--reduce-gradients each-microbatch has no shards to reduce to under --data-parallel-sharding-strategy "
             "no_shard, wanted last-microbatch or auto"
         )
-
-
-def _pass_size(config: Config, microbatches: int) -> int:
-    """Microbatches of one pipeline pass: equal passes of at most --max-microbatches-per-step, as the engine cuts."""
-    limit = config.parallel.max_microbatches_per_step or microbatches
-    return max(size for size in range(1, min(limit, microbatches) + 1) if microbatches % size == 0)
 
 
 def _left_over(config: Config) -> list[str]:

@@ -139,6 +139,16 @@ def samples_after(steps: Sequence[Step], iterations: int) -> int:
     raise AssertionError("the last phase has no end")
 
 
+def pass_size(num_microbatches: int, limit: int | None) -> int:
+    """Microbatches of one pipeline pass of a step: equal passes of at most `limit` (--max-microbatches-per-step).
+
+    A schedule holds something of each of its microbatches; several passes bound that, and pay the fill and drain of
+    the pipeline again. The size divides num_microbatches, so one schedule serves all passes.
+    """
+    most = min(limit or num_microbatches, num_microbatches)
+    return max(size for size in range(1, most + 1) if num_microbatches % size == 0)
+
+
 def _iterations_within(steps: Sequence[Step], samples: int) -> int:
     """How many whole batches lie within `samples` samples."""
     iterations = 0

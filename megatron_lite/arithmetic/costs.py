@@ -8,6 +8,7 @@ vocabulary, S sequence length; m = 3 matrices in a SwiGLU MLP, else 2.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_lite.config import ModelConfig
 
@@ -20,11 +21,17 @@ class ComponentCost:
     """What one component stores and computes.
 
     `parameters` counts scalars; `flops` counts forward and backward of one sequence of S tokens (backward is twice
-    the forward; recomputed work is not counted).
+    the forward; recomputed work is not counted). `split`: of the parameters, those that tensor ranks share; the
+    others lie whole on each of them.
     """
 
     parameters: int
     flops: int
+    split: int = 0
+
+    def on_tensor_rank(self, tensor_size: int) -> float:
+        """Parameters of one of so many tensor ranks."""
+        return self.parameters - self.split + self.split / tensor_size
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class ModelCosts:
         return self.embedding.flops + num_layers * self.block.flops + self.head.flops
 
 
+@lru_cache(maxsize=64)
 def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
     """Costs of each component of `model` for sequences of `seq_length` tokens.
 
@@ -64,14 +72,16 @@ def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
     query = model.num_attention_heads * model.kv_channels
     matrices = block_matrix_parameters(model)
     return ModelCosts(
-        embedding=ComponentCost(parameters=(vocabulary + positions) * hidden, flops=0),
+        embedding=ComponentCost((vocabulary + positions) * hidden, flops=0, split=vocabulary * hidden),
         block=ComponentCost(
             parameters=matrices + _block_vector_parameters(model),
             flops=6 * seq_length * matrices + 6 * seq_length**2 * query,
+            split=matrices + _column_biases(model),
         ),
         head=ComponentCost(
             parameters=_norm_parameters(model, hidden) + (0 if tied else vocabulary * hidden),
             flops=6 * seq_length * hidden * vocabulary,
+            split=0 if tied else vocabulary * hidden,
         ),
         shared_parameters=vocabulary * hidden if tied else 0,
     )
@@ -82,7 +92,12 @@ def block_matrix_parameters(model: ModelConfig) -> int:
     query = model.num_attention_heads * model.kv_channels
     key_value = model.num_query_groups * model.kv_channels
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
-    return attention + (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    return attention + mlp_matrix_parameters(model)
+
+
+def mlp_matrix_parameters(model: ModelConfig) -> int:
+    """Weights of one block's MLP."""
+    return (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
 
 
 def gpu_attention_kernel(model: ModelConfig, half: bool, whole: bool, dropout: bool) -> str:
@@ -111,13 +126,17 @@ def _norm_parameters(model: ModelConfig, width: int) -> int:
 
 
 def _block_vector_parameters(model: ModelConfig) -> int:
-    query = model.num_attention_heads * model.kv_channels
-    key_value = model.num_query_groups * model.kv_channels
-    count = 2 * _norm_parameters(model, model.hidden_size)
+    count = 2 * _norm_parameters(model, model.hidden_size) + _column_biases(model)
     if model.qk_layernorm:
         count += 2 * _norm_parameters(model, model.kv_channels)
+    return count + (0 if model.disable_bias_linear else 2 * model.hidden_size)
+
+
+def _column_biases(model: ModelConfig) -> int:
+    """Biases of the projections into heads and feed-forward, which tensor ranks split as they do the weights."""
+    count = 0
     if model.add_qkv_bias or not model.disable_bias_linear:
-        count += query + 2 * key_value
+        count += (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     if not model.disable_bias_linear:
-        count += model.hidden_size + (2 if model.swiglu else 1) * model.ffn_hidden_size + model.hidden_size
+        count += (2 if model.swiglu else 1) * model.ffn_hidden_size
     return count

@@ -20,6 +20,30 @@ def mesh_sizes(config: Config) -> dict[str, int]:
     }
 
 
+def uneven_cut(config: Config, tensor: int, context: int, sequence_parallel: bool) -> str | None:
+    """Why a model cannot be cut over so many tensor and context ranks, as one sentence; None when it can.
+
+    Each context rank takes one chunk from the front and one from the back, so that causal work is even.
+    """
+    model, length = config.model, config.data.seq_length
+    for flag, number in (
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--num-query-groups", model.num_query_groups),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--padded-vocab-size", model.padded_vocab_size or 0),
+    ):
+        if number % tensor:
+            return f"{flag} {number} does not divide by --tensor-model-parallel-size {tensor}"
+    if context > 1 and length % (2 * context):
+        return f"--seq-length {length} does not divide by twice --context-parallel-size {context} = {2 * context}"
+    if sequence_parallel and (length // context) % tensor:
+        return (
+            f"--sequence-parallel: --seq-length {length} / --context-parallel-size {context} does not divide by "
+            f"--tensor-model-parallel-size {tensor}"
+        )
+    return None
+
+
 def is_unsharded(config: Config) -> bool:
     """Whether the parameters stay plain tensors: no rank to share them with, and no other dtype to compute in.
 

@@ -5,6 +5,7 @@ r, r + pp, r + 2 pp, ...; zbv and dualpipev fold the pipeline into a V: rank r o
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_lite.arithmetic.costs import ModelCosts, model_costs
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
@@ -75,6 +76,7 @@ def stages_of_rank(plans: list[StagePlan], rank: int) -> list[StagePlan]:
     return [plan for plan in plans if plan.rank == rank]
 
 
+@lru_cache(maxsize=1024)  # a search asks for the same splits a hundred thousand times
 def plan_stages(
     num_layers: int,
     pipeline_size: int,

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from megatron_lite.arithmetic.batch_size import pass_size
 from megatron_lite.arithmetic.partition import StagePlan
 from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
 from megatron_lite.arithmetic.sharding import splits_backward
@@ -217,7 +218,8 @@ class Pipeline:
     def _passes(self, batch: Batch, num_microbatches: int) -> Iterator[tuple[int, Batch]]:
         """(microbatches, their samples) of each pass that --max-microbatches-per-step makes of a batch."""
         samples = batch["tokens"].shape[0] // num_microbatches
-        for first, count in pass_sizes(num_microbatches, self.config.parallel.max_microbatches_per_step):
+        count = pass_size(num_microbatches, self.config.parallel.max_microbatches_per_step)
+        for first in range(0, num_microbatches, count):
             yield count, {key: t[first * samples : (first + count) * samples] for key, t in batch.items()}
 
     def set_training(self, training: bool) -> None:
@@ -317,15 +319,3 @@ def _forwards(actions: list[Any]) -> list[Any]:
             gathered_at.pop(stage, None)
         kept.append(action)
     return kept
-
-
-def pass_sizes(num_microbatches: int, limit: int | None) -> list[tuple[int, int]]:
-    """(first, count) of each pipeline pass of one optimizer step: equal passes of at most `limit` microbatches.
-
-    The schedule holds a receive buffer per microbatch; several passes bound that memory and pay the fill and
-    drain of the pipeline again. The count divides num_microbatches, so one schedule serves all passes.
-    """
-    if limit is None or num_microbatches <= limit:
-        return [(0, num_microbatches)]
-    count = max(size for size in range(1, limit + 1) if num_microbatches % size == 0)
-    return [(first, count) for first in range(0, num_microbatches, count)]

@@ -12,14 +12,14 @@ tensor as Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198) count them,
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-from megatron_lite.arithmetic.costs import ModelCosts, block_matrix_parameters, model_costs
+from megatron_lite.arithmetic.batch_size import pass_size
+from megatron_lite.arithmetic.costs import block_matrix_parameters, model_costs
 from megatron_lite.arithmetic.mesh_sizes import is_unsharded, mesh_sizes
-from megatron_lite.arithmetic.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
 from megatron_lite.arithmetic.sharding import reduces_each_microbatch, reshards, splits_backward
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config
 from megatron_lite.config.optimizers import OPTIMIZERS
 from megatron_lite.planning.activations import (
     activation_width,
@@ -58,45 +58,24 @@ def microbatches_of(config: Config) -> tuple[int, int]:
     """(pipeline passes of a step, microbatches of a pass): equal passes of at most --max-microbatches-per-step."""
     samples = config.training.micro_batch_size * config.parallel.data_parallel_size
     count = config.training.global_batch_size // samples
-    limit = min(config.parallel.max_microbatches_per_step or count, count)
-    size = max(size for size in range(1, limit + 1) if count % size == 0)
+    size = pass_size(count, config.parallel.max_microbatches_per_step)
     return count // size, size
 
 
-@lru_cache(maxsize=64)
-def costs_of(model: ModelConfig, seq_length: int) -> ModelCosts:
-    """`model_costs`, remembered: a search asks for them a hundred thousand times."""
-    return model_costs(model, seq_length)
-
-
 def block_parameters(config: Config) -> float:
-    """Parameters of one block on a tensor rank: matrices and column biases / t, norms and row biases whole."""
-    return _block_parameters(config.model, config.parallel.tensor_model_parallel_size)
-
-
-@lru_cache(maxsize=64)
-def _block_parameters(model: ModelConfig, tensor_size: int) -> float:
-    whole = model_costs(model, 1).block.parameters
-    split = block_matrix_parameters(model)
-    if model.add_qkv_bias or not model.disable_bias_linear:
-        split += (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-    if not model.disable_bias_linear:
-        split += (2 if model.swiglu else 1) * model.ffn_hidden_size
-    return whole - split + split / tensor_size
+    """Parameters of one block on a tensor rank."""
+    costs = model_costs(config.model, config.data.seq_length)
+    return costs.block.on_tensor_rank(config.parallel.tensor_model_parallel_size)
 
 
 def stage_local_parameters(config: Config, plan: StagePlan) -> float:
-    """Parameters of a stage on a tensor rank, before FSDP cuts them: vocabulary rows / t, the rest as blocks are."""
-    model, t = config.model, config.parallel.tensor_model_parallel_size
-    costs = costs_of(model, config.data.seq_length)
-    rows = model.padded_vocab_size * model.hidden_size
-    count = len(plan.layers) * block_parameters(config)
+    """Parameters of a stage on a tensor rank, before FSDP cuts them."""
+    costs, t = model_costs(config.model, config.data.seq_length), config.parallel.tensor_model_parallel_size
+    count = len(plan.layers) * costs.block.on_tensor_rank(t)
     if plan.has_embedding:
-        count += costs.embedding.parameters - rows + rows / t
+        count += costs.embedding.on_tensor_rank(t)
     if plan.has_lm_head:
-        own_rows = not costs.shared_parameters or not plan.has_embedding
-        norm = costs.head.parameters - (0 if costs.shared_parameters else rows)
-        count += norm + (rows / t if own_rows else 0)
+        count += costs.head.on_tensor_rank(t) + (0 if plan.has_embedding else costs.shared_parameters / t)
     return count
 
 
@@ -106,38 +85,6 @@ def optimizer_bytes(config: Config, plan: StagePlan) -> float:
     matrices /= config.parallel.tensor_model_parallel_size
     row = OPTIMIZERS[config.optimizer.optimizer]
     return row.bytes_of(stage_local_parameters(config, plan), matrices) / shards(config)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """What a split into stages depends on, so that layouts that differ elsewhere share it."""
-
-    key: tuple[object, ...]
-    config: Config = field(compare=False)
-
-
-def stages_of(config: Config) -> list[StagePlan]:
-    """`plan_from_config`, remembered."""
-    parallel = config.parallel
-    key = (
-        config.model,
-        config.data.seq_length,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_virtual_stages_per_pipeline_rank,
-        placement_of(parallel.pipeline_schedule),
-        parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers,
-        parallel.account_for_embedding_in_pipeline_split,
-        parallel.account_for_loss_in_pipeline_split,
-        parallel.num_layers_per_virtual_pipeline_stage,
-        parallel.pipeline_model_parallel_layout,
-    )
-    return _stages_of(_Split(key, config))
-
-
-@lru_cache(maxsize=1024)
-def _stages_of(split: _Split) -> list[StagePlan]:
-    return plan_from_config(split.config)
 
 
 def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[RankMemory]:
@@ -156,7 +103,7 @@ def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[Rank
         shards 4 P/n.
     The vocabulary has to be known.
     """
-    plans = stages_of(config)
+    plans = plan_from_config(config)
     ranks = range(config.parallel.pipeline_model_parallel_size) if ranks is None else ranks
     return [_memory_of(config, rank, stages_of_rank(plans, rank), plans) for rank in ranks]
 

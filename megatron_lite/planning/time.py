@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_lite.arithmetic.costs import block_matrix_parameters
 from megatron_lite.arithmetic.flops import flops_per_step
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
-from megatron_lite.arithmetic.partition import StagePlan, placement_of
+from megatron_lite.arithmetic.partition import StagePlan, placement_of, plan_from_config
 from megatron_lite.arithmetic.pipeline_schedule import (
     StageTimes,
     Timeline,
@@ -32,7 +32,6 @@ from megatron_lite.planning.memory import (
     microbatches_of,
     shards,
     stage_local_parameters,
-    stages_of,
 )
 
 # Assumed: core attention's kernels reach this share of what large matrix products reach.
@@ -211,7 +210,7 @@ def step_edges(
 
 def pass_timeline(config: Config, cluster: Cluster) -> Timeline:
     """One pipeline pass, played by arithmetic/pipeline_schedule.py with this model's seconds per stage."""
-    plans = stages_of(config)
+    plans = plan_from_config(config)
     parallel, (_, count) = config.parallel, microbatches_of(config)
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     name = runnable_schedule(parallel.pipeline_schedule, size, count)
@@ -242,7 +241,7 @@ def message_seconds(config: Config, cluster: Cluster) -> float:
 
 def _around(config: Config, cluster: Cluster) -> list[tuple[float, float, float, float]]:
     """Of each pipeline rank: seconds that it computes in a step, exposed inside of it, exposed around it, optimizer."""
-    plans, (passes, count) = stages_of(config), microbatches_of(config)
+    plans, (passes, count) = plan_from_config(config), microbatches_of(config)
     out = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
         mine = [plan for plan in plans if plan.rank == rank]

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
 from megatron_lite.arithmetic.lr_schedule import Schedule
 from megatron_lite.arithmetic.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
@@ -35,7 +35,7 @@ from megatron_lite.distributed.process_group import seed_everything
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.kernels import AMPERE
 from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.pipeline import Batch, Pipeline, pass_sizes
+from megatron_lite.parallel.pipeline import Batch, Pipeline
 from megatron_lite.rehearsal.accounting import (
     ACTIVATIONS,
     BUFFERS,
@@ -349,7 +349,7 @@ def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
     parallel = config.parallel
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     kind = runnable_schedule(parallel.pipeline_schedule, size, wanted)
-    one_pass = pass_sizes(wanted, parallel.max_microbatches_per_step)[0][1]
+    one_pass = pass_size(wanted, parallel.max_microbatches_per_step)
     if one_pass < wanted:
         return one_pass, 2 * one_pass
 

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from pathlib import Path
 
-from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
 from megatron_lite.arithmetic.costs import ModelCosts, model_costs
 from megatron_lite.arithmetic.flops import flops_per_step
 from megatron_lite.arithmetic.lr_schedule import Schedule
@@ -152,8 +152,7 @@ def _pipeline(config: Config, plans: list[StagePlan], costs: ModelCosts, microba
     """Idle share and activations in flight, by playing the schedule with the stages' counted FLOPs."""
     parallel = config.parallel
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    limit = parallel.max_microbatches_per_step or microbatches
-    count = max(n for n in range(1, min(limit, microbatches) + 1) if microbatches % n == 0)
+    count = pass_size(microbatches, parallel.max_microbatches_per_step)
     if size * chunks * count > _MOST_ACTIONS:
         return ["  bubble       not played: the schedule has too many actions"]
     work = [stage_compute(plan, costs) for plan in plans]

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.arithmetic.partition import stages_of_rank
+from megatron_lite.arithmetic.partition import plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import build_schedule, peak_in_flight
 from megatron_lite.planning.activations import block_activations, stage_activations
-from megatron_lite.planning.memory import activations_in_flight, rank_memory, stages_of
+from megatron_lite.planning.memory import activations_in_flight, rank_memory
 from tests.planning.layouts import SMALL, config, layout
 from tools.plan import read_model
 
@@ -132,7 +132,7 @@ def test_in_flight_is_the_schedules_peak(schedule, chunks, num_gpus):
         pipeline_schedule=schedule,
         num_virtual_stages_per_pipeline_rank=chunks,
     )
-    plans = stages_of(found)
+    plans = plan_from_config(found)
     actions = build_schedule(schedule, 4, 256 * 4 // num_gpus, chunks)
     weights = [stage_activations(found, plan) for plan in plans]
     for rank in range(4):

@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
+from megatron_lite.arithmetic.partition import plan_from_config
 from megatron_lite.arithmetic.pipeline_schedule import StageTimes, schedule_timeline
 from megatron_lite.planning.devices import DEVICES, Cluster, custom_device
-from megatron_lite.planning.memory import stages_of
 from megatron_lite.planning.search import Layout
 from megatron_lite.planning.time import message_seconds, stage_times, step_time, strides
 from tests.planning.layouts import cluster, config
@@ -22,7 +22,7 @@ def test_the_bubble_is_the_simulators(schedule, chunks):
         pipeline_schedule=schedule,
         num_virtual_stages_per_pipeline_rank=chunks,
     )
-    times = stage_times(found, machine, stages_of(found))
+    times = stage_times(found, machine, plan_from_config(found))
     played = schedule_timeline(schedule, 4, 64, chunks, times, message_seconds(found, machine))
     assert step_time(found, machine).bubble == played.bubble_fraction
 
