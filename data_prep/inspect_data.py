@@ -7,15 +7,12 @@ Several prefixes, with or without weights as for --data-path, give a line each a
 damaged file, or a token id beyond the vocabulary, is one sentence with file and document, and exit code 2.
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError
 from megatron_lite.data.blends import SPLITS, parse_blend, parse_split, split_bounds, split_range

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron_lite.config import ConfigError
 from megatron_lite.data.indexed_dataset import IndexedDataset, write_index
 from megatron_lite.files.command_line import Parser, make_folder_of, run

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron_lite.config import ConfigError
 from megatron_lite.data.indexed_dataset import best_dtype
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config

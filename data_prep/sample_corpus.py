@@ -16,8 +16,6 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
 from megatron_lite.files.writing import opened_aside

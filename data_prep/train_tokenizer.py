@@ -18,8 +18,6 @@ from pathlib import Path
 
 import sentencepiece
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
 from megatron_lite.files.writing import write_aside

@@ -1,4 +1,4 @@
-# Sourced by the scripts: a Python environment with requirements.txt in it.
+# Sourced by the scripts: a Python environment with this package and requirements.txt in it.
 # Uses the active virtual environment, else makes .venv at the top of the repository. PYTHON=... chooses another Python.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -12,11 +12,11 @@ if [[ -z "${VIRTUAL_ENV:-}" ]]; then
     source "$ROOT/.venv/bin/activate"
 fi
 
-# Installed once per content of requirements.txt and environment.
-WANTED="$(cksum < "$ROOT/requirements.txt")"
-STAMP="$VIRTUAL_ENV/.megatron_lite_requirements"
+# Installed once for this folder, pyproject.toml and requirements.txt: the package, editable, and what it needs.
+WANTED="$(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" | cksum) $ROOT"
+STAMP="$VIRTUAL_ENV/.megatron_lite_installed"
 if [[ "$(cat "$STAMP" 2>/dev/null)" != "$WANTED" ]]; then
-    echo "+ pip install -r requirements.txt   (into $VIRTUAL_ENV)"
-    python -m pip install --quiet --disable-pip-version-check -r "$ROOT/requirements.txt"
+    echo "+ pip install -e .   (into $VIRTUAL_ENV)"
+    python -m pip install --quiet --disable-pip-version-check --editable "$ROOT"
     echo "$WANTED" > "$STAMP"
 fi

@@ -1,10 +1,7 @@
 """First and last training loss and the validation losses of a run, from its metrics file."""
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.training.metrics_file import read_metrics
 

@@ -1,10 +1,12 @@
-"""What holds for every test: no verdict depends on chance.
+"""What holds for every test: no verdict depends on chance, and this checkout is what is tested.
 
 `pytest --random-examples` draws new examples for every property and prints the seed that repeats them; run it by hand,
 as often as wanted.
 """
 
+import os
 import secrets
+from pathlib import Path
 
 from hypothesis import settings
 
@@ -12,6 +14,12 @@ from hypothesis import settings
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("fixed")
+
+
+# The programs that tests start import the package of this checkout, whichever one is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
 
 
 def pytest_addoption(parser):

@@ -11,13 +11,10 @@ smallest size: it shows that a suite starts, not how fast anything is.
 
 import json
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

@@ -6,13 +6,10 @@
 Without --temperature the most likely token is taken. A model without a tokenizer takes and gives token ids.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config

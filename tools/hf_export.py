@@ -6,13 +6,10 @@ Works on a checkpoint of any layout, in one process, tensor by tensor. DIR gets 
 both sides agree (exit code 1 when they do not).
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.data.tokenizer import add_tokenizer_flags, build_tokenizer, tokenizer_config
 from megatron_lite.files.command_line import Parser, number, run

@@ -7,13 +7,10 @@ The model's flags are stored in the checkpoint; it loads in any layout. CHECKPOI
 logits of both sides agree (exit code 1 when they do not).
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config import DataConfig
 from megatron_lite.data.tokenizer import build_tokenizer

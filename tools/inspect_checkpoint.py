@@ -10,9 +10,6 @@ Exit code 0: fine; 1: --verify found damage, or --diff a difference; 2: there is
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 

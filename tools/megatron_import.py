@@ -6,11 +6,8 @@ The model's flags are those of the launch script that made it (--num-layers ... 
 the files are not read. Of the weights only the model's are taken: training starts at step 0 with a fresh optimizer.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.checkpoint.writing import write_checkpoint

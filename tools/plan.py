@@ -11,13 +11,10 @@ from published runs.
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.pipeline_schedule import SCHEDULES

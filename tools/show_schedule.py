@@ -14,11 +14,8 @@ forward, and all stages the same time.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arguments.parse import parse_or_exit
 from megatron_lite.arithmetic.costs import model_costs

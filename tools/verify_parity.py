@@ -16,9 +16,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arguments.parse import parse_or_exit
 from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import Field, fields
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megatron_lite.arguments.megatron_flags import (
     ACCEPTED,
     REFUSED,
