@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.arguments.megatron_flags import ACCEPTED, REFUSED, RENAMED, SETS, SETS_UNLESS_GIVEN
+from megatron_lite.arguments.megatron_flags import ACCEPTED, DEFAULTS, REFUSED, RENAMED
+from megatron_lite.arguments.megatron_flags import ROWS as TABLE
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import CONCERNS, ConfigError
 from megatron_lite.config.declare import flag_of
@@ -38,7 +39,7 @@ def test_the_table_is_whole():
 
 @pytest.mark.parametrize("name", rows("implement"))
 def test_implemented_with_megatrons_default(name):
-    if name in SETS:
+    if name in RENAMED:
         return
     default, kind = FIELDS[name].default, ROWS[name]["type"]
     given = ROWS[name]["default"]
@@ -62,8 +63,8 @@ def test_accepted_with_a_note(name):
         assert str(FIELDS[name].default) == ROWS[name]["default"]
         return
     accepted = ACCEPTED[name]
-    value = accepted.values[0] if accepted.values else "1"
-    words = [] if accepted.nargs == 0 else [value, value] if accepted.nargs == "+" else [value]
+    value = accepted.choices[0] if accepted.choices else "1"
+    words = [value] * {"": 0, "+": 2}.get(accepted.value, 1)
     if kind != "-":
         assert bool(words) != kind.startswith("switch")
     config, plain = config_of(name, *words), config_of()
@@ -80,10 +81,10 @@ def test_refused_in_one_sentence(name):
 
 
 def test_no_flag_means_two_things():
-    names = [FIELDS, ACCEPTED, REFUSED, RENAMED, SETS, SETS_UNLESS_GIVEN]
-    for position, some in enumerate(names):
-        for others in names[position + 1 :]:
-            assert not set(some) & set(others)
+    names = [*FIELDS, *(row.flag for row in TABLE)]
+    assert len(names) == len(set(names))
+    assert {row.flag for row in TABLE} == {*ACCEPTED, *REFUSED, *RENAMED, *DEFAULTS}
+    assert all(row.text and "\t" not in row.text for row in TABLE)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@
 
 import argparse
 import difflib
-import os
 import re
 import shlex
 import sys
@@ -16,16 +15,16 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lite.arguments.megatron_flags import ACCEPTED, RENAMED, SETS, SETS_UNLESS_GIVEN, why_refused
+from megatron_lite.arguments.megatron_flags import ACCEPTED, DEFAULTS, RENAMED, why_refused
 from megatron_lite.arguments.resolve import complete, merge_stored, place
 from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
-from megatron_lite.config.declare import flag_of
+from megatron_lite.config.declare import finite_number, flag_of, whole_number
 from megatron_lite.distributed.environment import Environment
+from megatron_lite.files.command_line import guarded
 from megatron_lite.files.foreign_files import foreign_file
 
 StoredConfig = dict[str, dict[str, Any]]
 
-_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _EPILOG = (
     "Flags have Megatron-LM's names, meanings and defaults; those marked 'ours' are not Megatron's. "
     "@FILE reads more flags from a file: words as in a shell, # comments. Megatron's flags that change nothing here "
@@ -42,7 +41,7 @@ def parse_arguments(argv: Sequence[str], environment: Environment) -> Config:
         ConfigError: one sentence about what is wrong.
     """
     words = _renamed(_without_quotes(_expand_files(argv, ())))
-    config = place(_read_words(words), environment)
+    config = place(*_read_words(words), environment)
     return config if config.checkpoint.use_checkpoint_args else complete(config)
 
 
@@ -82,11 +81,8 @@ def parse_or_exit(
 
 
 def print_and_exit(text: str) -> NoReturn:
-    """Print and leave with code 0; quietly when nobody reads on (`--help | head`)."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Print and leave with code 0; quietly, with 1, when nobody reads on (`--help | head`)."""
+    guarded(lambda: print(text))
     sys.exit(0)
 
 
@@ -116,13 +112,9 @@ def build_parser() -> argparse.ArgumentParser:
         types = typing.get_type_hints(concern)
         for item in fields(concern):
             _add_field(group, item, types[item.name])
-    for name, values in SETS.items():
-        parser.add_argument(name, action=_SetFields, const=values, nargs=0, help=argparse.SUPPRESS)
-    for name, values in SETS_UNLESS_GIVEN.items():
-        parser.add_argument(name, action=_SetMissingFields, const=values, nargs=0, help=argparse.SUPPRESS)
-    for name, accepted in ACCEPTED.items():
-        nargs = None if accepted.nargs == 1 else accepted.nargs
-        parser.add_argument(name, action=_Accept, nargs=nargs, const=name, help=argparse.SUPPRESS)
+    for name, row in ACCEPTED.items():
+        kind = {"nargs": row.value if row.value in "+*" else None} if row.value else {"action": "store_true"}
+        parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
     return parser
 
 
@@ -131,95 +123,26 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-class _Action(argparse.Action):
-    """What a flag's words do to the namespace; the parser and the spelling used do not matter here."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
-    ) -> None:
-        self.take(namespace, values)
-
-    def take(self, namespace: argparse.Namespace, values: Any) -> None:
-        raise NotImplementedError
-
-
-class _SetFields(_Action):
-    def take(self, namespace: argparse.Namespace, values: Any) -> None:
-        for name, value in self.const.items():
-            setattr(namespace, name, value)
-
-
-class _SetMissingFields(_Action):
-    def take(self, namespace: argparse.Namespace, values: Any) -> None:
-        for name, value in self.const.items():
-            setattr(namespace, name, getattr(namespace, name, value))
-
-
-class _Join(_Action):
-    """The words of one value that a script's expansion took apart, such as --split '969, 30, 1'."""
-
-    def take(self, namespace: argparse.Namespace, values: Any) -> None:
-        setattr(namespace, self.dest, " ".join(values))
-
-
-class _Numbers(_Action):
-    """A list of whole numbers, as words or in one: '[384 384 97656250]', as a YAML file has it, '2,4'.
-
-    const: (how many, or what argparse's nargs says; the flag's spelling).
-    """
-
-    def take(self, namespace: argparse.Namespace, values: Any) -> None:
-        count, flag = self.const
-        words = [word for word in re.split(r"[\s,\[\]()]+", " ".join(values)) if word]
-        if isinstance(count, int) and len(words) != count:
-            raise ConfigError(f"{flag} is '{' '.join(values)}', wanted {count} numbers")
-        try:
-            setattr(namespace, self.dest, [_whole_number(word) for word in words])
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"{flag}: {error}") from None
-
-
-class _Accept(_Action):
-    def take(self, namespace: argparse.Namespace, values: Any) -> None:
-        accepted = ACCEPTED[self.const]
-        if accepted.values is not None and values not in accepted.values:
-            wanted = ", ".join(accepted.values)
-            raise ConfigError(
-                f"{self.const} {values} has no counterpart here, only {wanted}: {accepted.reason}"
-            )
-        namespace.notes = getattr(namespace, "notes", {}) | {self.const: accepted.reason}
-        namespace.accepted = getattr(namespace, "accepted", {}) | {self.const: values}
-
-
 def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> None:
     options = item.metadata
     names = [flag_of(item), *options.get("aliases", ())]
-    if "opt_param" in names[0]:
-        names.append(names[0].replace("_", "-"))
-    default = "" if item.default in (None, False, ()) else f" (default {_shown(item.default)})"
-    text = (
-        (options["help"] + default).replace("%", "%%") if not options.get("no_effect") else argparse.SUPPRESS
-    )
+    if options.get("no_effect"):
+        text = argparse.SUPPRESS
+    else:
+        default = "" if item.default in (None, False, ()) else f" (default {_shown(item.default)})"
+        text = (options["help"] + default).replace("%", "%%")
     if annotation is bool:
         group.add_argument(*names, dest=item.name, action="store_true", help=text)
         return
-    nargs, read = options.get("nargs"), _reader(annotation, options)
-    extra: dict[str, Any] = {"action": _Join} if options.get("join") else {}
-    if nargs is not None and _scalar(annotation) is int:
-        extra, nargs, read = {"action": _Numbers, "const": (nargs, names[0])}, "+", str
+    several = "nargs" in options
     group.add_argument(
         *names,
-        **extra,
         dest=item.name,
-        type=read,
-        nargs=nargs,
+        type=str if several else _reader(annotation, options),
+        nargs="+" if several and _scalar(annotation) is int else options.get("nargs"),
         choices=options.get("choices"),
         help=text,
-        metavar=None if "choices" in options else _metavar(annotation),
+        metavar=None if "choices" in options else {int: "N", float: "X"}.get(_scalar(annotation), "TEXT"),
     )
 
 
@@ -233,10 +156,6 @@ def _shown(value: Any) -> str:
     )
 
 
-def _metavar(annotation: Any) -> str:
-    return {int: "N", float: "X"}.get(_scalar(annotation), "TEXT")
-
-
 def _scalar(annotation: Any) -> type:
     """int, float or str, of an annotation such as `int | None` or `tuple[int, ...]`."""
     text = str(annotation)
@@ -244,41 +163,36 @@ def _scalar(annotation: Any) -> type:
 
 
 def _reader(annotation: Any, options: Mapping[str, Any]) -> Callable[[str], Any]:
-    if options.get("parse") == "window":
-        return _window
     if "synonyms" in options:
         return lambda text: options["synonyms"].get(text, text)
-    return {int: _whole_number, float: _number, str: str}[_scalar(annotation)]
+    read = {int: whole_number, float: finite_number, str: str}[_scalar(annotation)]
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(error) from None
+
+    return convert
 
 
-def _number(text: str) -> float:
-    """A finite number: 3e-4, 4_294_967_296, 200B."""
-    match = re.fullmatch(r"(.*?\d.*?)([kKmMbBtT]?)", text.strip())
+def _value(item: Field, annotation: Any, given: Any) -> Any:
+    """What argparse read, as the field has it: one text of several words, or whole numbers.
+
+    Numbers come as words or in one, as a YAML file has them: '[384 384 97656250]', '2,4'.
+    """
+    if item.metadata.get("join"):
+        return " ".join(given)
+    if "nargs" not in item.metadata or _scalar(annotation) is not int:
+        return given
+    count, text = item.metadata["nargs"], " ".join(given)
+    words = [word for word in re.split(r"[\s,\[\]()]+", text) if word]
+    if isinstance(count, int) and len(words) != count:
+        raise ConfigError(f"{flag_of(item)} is '{text}', wanted {count} numbers")
     try:
-        value = float(match[1]) * _SUFFIXES.get(match[2].lower(), 1)
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-    if value != value or value in (float("inf"), float("-inf")):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a finite number")
-    return value
-
-
-def _whole_number(text: str) -> int:
-    """A whole number: 1024, 1_000_000, 1e9, 200B, 1.5K."""
-    if re.fullmatch(r"[-+]?\d+", text.strip()):
-        return int(text)
-    value = _number(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
-    return int(value)
-
-
-def _window(text: str) -> tuple[int, int]:
-    """LEFT,RIGHT with or without brackets."""
-    match = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"'{text}' is not LEFT,RIGHT, for example 4096,0")
-    return int(match[1]), int(match[2])
+        return [whole_number(word) for word in words]
+    except ValueError as error:
+        raise ConfigError(f"{flag_of(item)}: {error}") from None
 
 
 def _expand_files(argv: Sequence[str], opened: tuple[Path, ...]) -> list[str]:
@@ -318,20 +232,22 @@ def _without_quotes(words: Sequence[str]) -> list[str]:
 
 
 def _renamed(words: Sequence[str]) -> list[str]:
-    """Old spellings put into today's."""
-    new = []
+    """Old spellings put into today's; what stands for a default comes first, so that any other word wins."""
+    new, defaults = [], []
     for word in words:
         name, equals, value = word.partition("=")
-        if name not in RENAMED:
+        if name in RENAMED:
+            *before, last = RENAMED[name]
+            new += [*before, last + equals + value]
+        elif name in DEFAULTS:
+            defaults += DEFAULTS[name]
+        else:
             new.append(word)
-            continue
-        *before, last = RENAMED[name]
-        new += [*before, last + equals + value]
-    return new
+    return defaults + new
 
 
-def _read_words(words: Sequence[str]) -> dict[str, Any]:
-    """Fields given on the command line, plus `notes`: {accepted flag: why it has no effect}."""
+def _read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields given on the command line, and the accepted flags without effect."""
     parser = build_parser()
     _check_names(words, parser)
     namespace, rest = parser.parse_known_args(words)
@@ -340,7 +256,14 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
         before = [word for word in words[: words.index(rest[0])] if word.startswith("--")] if once else []
         after = f" after {before[-1]}" if before else ""
         raise ConfigError(f"'{rest[0]}'{after} does not belong to any flag")
-    return vars(namespace)
+    given = vars(namespace)
+    values = {}
+    for concern in CONCERNS.values():
+        types = typing.get_type_hints(concern)
+        for item in fields(concern):
+            if item.name in given:
+                values[item.name] = _value(item, types[item.name], given[item.name])
+    return values, {name: value for name, value in given.items() if name in ACCEPTED}
 
 
 def _check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_lite.arguments.checks import check_config, check_ranges
+from megatron_lite.arguments.megatron_flags import accepted_notes
 from megatron_lite.arithmetic.batch_size import parse_step_schedule
 from megatron_lite.arithmetic.partition import V_SCHEDULES
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
 from megatron_lite.config import CONCERNS, Config, ConfigError
+from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
 
 _MEGATRON_SPLIT = "969,30,1"
@@ -33,28 +35,18 @@ _TOKENIZER = {
 }
 
 
-def place(values: Mapping[str, Any], environment: Environment) -> Config:
+def place(values: Mapping[str, Any], accepted: Mapping[str, Any], environment: Environment) -> Config:
     """A Config from the fields given on the command line; nothing derived but the world size."""
-    parts = {}
-    notes = [f"{flag} has no effect: {reason}" for flag, reason in values.get("notes", {}).items()]
+    parts, notes = {}, []
     for name, concern in CONCERNS.items():
-        chosen = {f.name: values[f.name] for f in fields(concern) if f.name in values}
-        parts[name] = concern(**{k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()})
-        notes += [
-            f"--{f.name.replace('_', '-')} has no effect: {f.metadata['no_effect']}"
-            for f in fields(concern)
-            if f.name in values and f.metadata.get("no_effect")
-        ]
-    config = Config(**parts, given=frozenset(values) - {"notes", "accepted"}, notes=tuple(notes))
+        chosen = {item.name: item for item in fields(concern) if item.name in values}
+        parts[name] = concern(**{k: tuple(v) if isinstance(v := values[k], list) else v for k in chosen})
+        idle = {flag_of(item): item.metadata.get("no_effect") for item in chosen.values()}
+        notes += [f"{flag} has no effect: {reason}" for flag, reason in idle.items() if reason]
+    config = Config(**parts, given=frozenset(values))
     check_ranges(config)
-    _check_shards(config, values.get("accepted", {}))
-    return _with(config, "parallel", world_size=_world_size(config, environment))
-
-
-def _check_shards(config: Config, accepted: Mapping[str, Any]) -> None:
-    flag, size = "--tensor-parallel-num-weight-shards", config.parallel.tensor_model_parallel_size
-    if accepted.get(flag, str(size)) != str(size):
-        raise ConfigError(f"{flag} {accepted[flag]} has to be --tensor-model-parallel-size, which is {size}")
+    notes += accepted_notes(accepted, config.parallel.tensor_model_parallel_size)
+    return _noted(_with(config, "parallel", world_size=_world_size(config, environment)), notes)
 
 
 def _world_size(config: Config, environment: Environment) -> int:

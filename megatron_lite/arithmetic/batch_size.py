@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.declare import whole_number
 
 Step = tuple[int, int]  # from this many consumed samples on, this many samples a step
 
-_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST_INCREMENTS = 100_000
 
 
@@ -75,9 +75,12 @@ def parse_step_schedule(words: Sequence[str], seq_length: int) -> tuple[Step, ..
     flag = "--step-batch-size-schedule"
     steps = []
     for word in " ".join(words).replace(",", " ").replace("'", " ").replace('"', " ").split():
-        threshold, colon, batch = word.partition(":")
-        tokens, size = _number(threshold), _number(batch)
-        if not colon or tokens is None or size is None or size < 1:
+        threshold, _, batch = word.partition(":")
+        try:
+            tokens, size = whole_number(threshold), whole_number(batch)
+        except ValueError:
+            tokens = size = -1
+        if tokens < 0 or size < 1:
             raise ConfigError(f"{flag}: '{word}' is not TOKENS:BATCH, for example 0:256 or 10B:512")
         steps.append((tokens // seq_length, size))
     steps.sort()
@@ -171,15 +174,3 @@ def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, int | None]]:
         yield consumed, batch, count
         consumed += count * batch
     yield consumed, steps[-1][1], None
-
-
-def _number(text: str) -> int | None:
-    """A non-negative count such as 768, 250B or 1.5K; None when it is none."""
-    text = text.strip().upper()
-    factor = _SUFFIXES.get(text[-1:], 1)
-    digits = text[:-1] if factor > 1 else text
-    try:
-        value = float(digits) * factor
-        return int(digits) * factor if digits.isdigit() else int(value)
-    except (ValueError, OverflowError):
-        return None

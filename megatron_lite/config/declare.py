@@ -1,12 +1,15 @@
 """How a flag is declared, and the error that a wrong one raises."""
 
 import math
+import re
 import types
 from dataclasses import Field, field
 from typing import Any, get_args, get_origin
 
 Words = tuple[str, ...]
 Numbers = tuple[int, ...]
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 class ConfigError(ValueError):
@@ -25,8 +28,7 @@ def flag(default: Any, text: str, **options: Any) -> Any:
 
     Options: choices; nargs; minimum (default 0; None = any), maximum, above (exclusive minimum);
     spelling and aliases where the name alone does not give the flag; synonyms
-    {other word: the choice it stands for}; parse (a named parser of
-    arguments/parse.py) for values that are neither a word nor a number; no_effect (why it does nothing here).
+    {other word: the choice it stands for}; join (several words are one text); no_effect (why it does nothing here).
     """
     return field(default=default, metadata={"help": text, **options})
 
@@ -39,6 +41,28 @@ def flag_of(item: Field) -> str:
 def flag_name(name: str) -> str:
     """'--num-layers' of 'num_layers'."""
     return "--" + name.replace("_", "-")
+
+
+def finite_number(text: str) -> float:
+    """A finite number: 3e-4, 4_294_967_296, 200B. Raises ValueError."""
+    match = re.fullmatch(r"(.*?\d.*?)([kmbt]?)", text.strip(), re.IGNORECASE)
+    try:
+        value = float(match[1]) * _SUFFIXES[match[2].lower()]
+    except (TypeError, ValueError):
+        raise ValueError(f"'{text}' is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"'{text}' is not a finite number")
+    return value
+
+
+def whole_number(text: str) -> int:
+    """A whole number: 1024, 1_000_000, 1e9, 200B, 1.5K. Raises ValueError."""
+    if re.fullmatch(r"[-+]?\d+", text.strip()):
+        return int(text)
+    value = finite_number(text)
+    if value != int(value):
+        raise ValueError(f"'{text}' is not a whole number")
+    return int(value)
 
 
 def broken_limit(number: float, item: Field) -> str | None:

@@ -49,7 +49,7 @@ class ModelConfig:
     attention_dropout: float = flag(0.1, "dropout on attention weights", maximum=1)
     init_method_std: float = flag(0.02, "std of the initial weights; output projections / sqrt(2 layers)")
     window_size: tuple[int, int] | None = flag(
-        None, "sliding window LEFT,RIGHT in tokens, e.g. 4096,0; -1 = no bound", parse="window", minimum=-1
+        None, "sliding window LEFT,RIGHT in tokens, for example 4096,0; -1 = no bound", nargs=2, minimum=-1
     )
     vocab_size: int | None = flag(None, "true vocabulary size; default: the tokenizer's", minimum=1)
     make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this", minimum=1)

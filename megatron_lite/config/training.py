@@ -93,9 +93,13 @@ class OptimizerConfig:
         False,
         "learning rate and decay from the flags, not the checkpoint",
         spelling="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "from the checkpoint, not the flags", spelling="--use-checkpoint-opt_param-scheduler"
+        False,
+        "learning rate and decay from the checkpoint, not the flags",
+        spelling="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
     )
 
 
