@@ -8,11 +8,11 @@ copied, nothing is decoded, and memory does not grow with the data.
 
 import glob
 import json
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.indexed_dataset import IndexedDataset, write_index
+from megatron_lite.data.indexed_dataset import IndexedDataset, write_pair
 from megatron_lite.files.command_line import Parser, make_folder_of, run
 from megatron_lite.files.foreign_files import foreign_file
-from megatron_lite.files.writing import aside_of, sync_folder, write_aside
 from megatron_lite.preprocessing.journal import disk_error
 
 COPY_BYTES = 1 << 24
@@ -94,50 +93,31 @@ def check_same(datasets: Sequence[IndexedDataset], about: Sequence[dict[str, Any
                 )
 
 
-def merge(datasets: Sequence[IndexedDataset], output_prefix: str, about: dict[str, Any] | None) -> None:
-    """Write the datasets one after the other as `output_prefix`. Raises OSError; nothing half-made stays."""
-    bin_aside = aside_of(Path(f"{output_prefix}.bin"))
-    idx_aside = aside_of(Path(f"{output_prefix}.idx"))
+def copied(datasets: Sequence[IndexedDataset]) -> Iterator[bytes]:
+    """The tokens of all datasets, as bytes."""
     total = sum(dataset.bin_size for dataset in datasets)
-    try:
-        with (
-            bin_aside.open("wb") as output,
-            tqdm(total=total, unit="B", unit_scale=True, desc="merging") as bar,
-        ):
-            for dataset in datasets:
-                with Path(dataset.bin_path).open("rb") as source:
-                    while piece := source.read(COPY_BYTES):
-                        output.write(piece)
-                        bar.update(len(piece))
-            output.flush()
-            os.fsync(output.fileno())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="merging") as bar:
+        for dataset in datasets:
+            with Path(dataset.bin_path).open("rb") as file:
+                while piece := file.read(COPY_BYTES):
+                    yield piece
+                    bar.update(len(piece))
 
-        def lengths() -> Iterator[np.ndarray]:
-            for dataset in datasets:
-                for first in range(0, len(dataset), PIECE):
-                    yield dataset.sequence_lengths[first : first + PIECE]
 
-        def boundaries() -> Iterator[np.ndarray]:
-            before = 0
-            for dataset in datasets:
-                for first in range(1, dataset.num_documents + 1, PIECE):
-                    yield dataset.document_indices[first : first + PIECE] + before
-                before += len(dataset)
+def lengths(datasets: Sequence[IndexedDataset]) -> Iterator[np.ndarray]:
+    """The tokens of each sequence."""
+    for dataset in datasets:
+        for first in range(0, len(dataset), PIECE):
+            yield dataset.sequence_lengths[first : first + PIECE]
 
-        num_documents = sum(dataset.num_documents for dataset in datasets)
-        write_index(idx_aside, datasets[0].dtype, sum(map(len, datasets)), num_documents, lengths, boundaries)
-        Path(f"{output_prefix}.idx").unlink(
-            missing_ok=True
-        )  # an old .idx must never be seen beside a new .bin
-        Path(f"{output_prefix}.json").unlink(missing_ok=True)
-        if about is not None:
-            write_aside(Path(f"{output_prefix}.json"), about)
-        bin_aside.rename(f"{output_prefix}.bin")
-        idx_aside.rename(f"{output_prefix}.idx")
-        sync_folder(Path(output_prefix).parent)
-    finally:
-        bin_aside.unlink(missing_ok=True)
-        idx_aside.unlink(missing_ok=True)
+
+def boundaries(datasets: Sequence[IndexedDataset]) -> Iterator[np.ndarray]:
+    """The number of sequences up to the end of each document."""
+    before = 0
+    for dataset in datasets:
+        for first in range(1, dataset.num_documents + 1, PIECE):
+            yield dataset.document_indices[first : first + PIECE] + before
+        before += len(dataset)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -161,7 +141,14 @@ def main(argv: Sequence[str]) -> None:
     if unknown and len(prefixes) > 1:
         print(f"note: no .json beside {unknown[0]}, so its tokenizer cannot be compared", file=sys.stderr)
     try:
-        merge(datasets, output, None if unknown else about[0])
+        write_pair(
+            output,
+            datasets[0].dtype,
+            copied(datasets),
+            partial(lengths, datasets),
+            partial(boundaries, datasets),
+            None if unknown else about[0],
+        )
     except OSError as error:
         raise disk_error(error, output) from None
     for dataset in datasets:

@@ -10,8 +10,8 @@ import numpy as np
 
 import pretrain_gpt
 from megatron_lite.arguments.parse import parse_arguments
-from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.distributed.environment import Environment
+from tests.pairs import write_documents
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -35,13 +35,12 @@ def write_data(folder: Path, documents=60, seed=3) -> str:
     random = np.random.default_rng(seed)
     folder.mkdir(exist_ok=True)
     prefix = str(folder / "tiny_text_document")
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        for _ in range(documents):
-            start, length = random.integers(0, VOCAB), random.integers(20, 60)
-            tokens = (start + np.arange(length) * random.integers(1, 4)) % VOCAB
-            builder.add_document([*tokens.tolist(), VOCAB])
-        builder.finalize()
-    return prefix
+    made = []
+    for _ in range(documents):
+        start, length = random.integers(0, VOCAB), random.integers(20, 60)
+        tokens = (start + np.arange(length) * random.integers(1, 4)) % VOCAB
+        made.append([*tokens.tolist(), VOCAB])
+    return write_documents(prefix, made)
 
 
 def flags(prefix: str, *more: str, model: str = MODEL, training: str = TRAINING) -> list[str]:

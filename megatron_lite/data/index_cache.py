@@ -1,15 +1,14 @@
 """Index arrays on disk: built once, mapped by every process that needs them.
 
-An entry is one file: 8 bytes magic, uint64 length of a JSON header, the header, then the arrays at multiples of
-64 bytes. It is written aside and renamed, and its header knows the size of the whole, so that a file under its
-final name is complete. The name is a hash of all that decides the arrays but the lengths of the sequences,
-which take a pass over the index to hash; that hash stands inside and is compared, unless the user trusts the cache.
+An entry is one file: arrays in numpy's own .npy form, one behind the other at multiples of 64 bytes; the first holds
+JSON with facts and the names of the others. It is written aside and renamed, so that a file under its final name is
+complete. The name is a hash of all that decides the arrays but the lengths of the sequences, which take a pass over
+the index to hash; that hash stands inside and is compared, unless the user trusts the cache.
 """
 
 import hashlib
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -20,10 +19,7 @@ import numpy as np
 
 from megatron_lite.files.writing import opened_aside
 
-_MAGIC = b"MLITEIX1"
-_HEAD = struct.Struct("<8sQ")
 _ALIGNMENT = 64
-_LARGEST_HEADER = 1 << 24
 
 Arrays = dict[str, np.ndarray]
 
@@ -32,23 +28,23 @@ class IndexEntry:
     """The arrays of one dataset, and a few plain facts about them (`about`). Mapped on first use when from a file."""
 
     def __init__(
-        self,
-        about: Mapping[str, Any],
-        arrays: Arrays | None = None,
-        path: Path | None = None,
-        note: str | None = None,
+        self, about: dict[str, Any], arrays: Arrays | None, path: Path | None = None, note: str | None = None
     ):
-        """note: a line for the user about where the arrays could not be stored."""
-        assert (arrays is None) != (path is None)
-        self.about = dict(about)
-        self.path = path
-        self.note = note
-        self._built = arrays
+        """arrays: None when they are in the file `path`. note: a line for the user about where they are stored."""
+        self.about, self.note = about, note
+        self.path, self._built = path, arrays
 
     @cached_property
     def arrays(self) -> Arrays:
         """{name: array}, read-only maps when from a file."""
-        return self._built if self.path is None else _map(self.path)
+        if self._built is not None:
+            return self._built
+        stored = _read(self.path)
+        if stored is None:
+            raise OSError(
+                f"{self.path}: the index was removed or damaged while the run was starting; start again"
+            )
+        return stored[1]
 
 
 class IndexCache:
@@ -80,9 +76,9 @@ class IndexCache:
         name = entry_name(description)
         content = None if self.trusted else content_hash()
         for folder in (self.folder, _machine_folder()):
-            header = _read_header(folder / name) if folder is not None else None
-            if header is not None and content in (None, header["about"]["content"]):
-                return IndexEntry(header["about"], path=folder / name)
+            stored = _read(folder / name) if folder is not None else None
+            if stored is not None and content in (None, stored[0]["content"]):
+                return IndexEntry(stored[0], None, folder / name)
         about, arrays = build()
         about["content"] = content_hash() if content is None else content
         if not store:
@@ -91,11 +87,13 @@ class IndexCache:
         for folder in (lambda: self.folder, lambda: _machine_folder(create=True)):
             if (place := folder()) is None:
                 continue
-            problem = _store(place / name, about, arrays)
-            if problem is None:
-                note = f"{problems[0]}; it lies in {place} of this machine" if problems else None
-                return IndexEntry(about, path=place / name, note=note)
-            problems.append(f"the index cannot be stored in {place} ({problem})")
+            try:
+                _store(place / name, about, arrays)
+            except OSError as error:
+                problems.append(f"the index cannot be stored in {place} ({error.strerror or error})")
+                continue
+            note = f"{problems[0]}; it lies in {place} of this machine" if problems else None
+            return IndexEntry(about, None, place / name, note)
         size = sum(array.nbytes for array in arrays.values())
         why = "; ".join(problems) or "there is no folder to store the index in"
         note = f"{why}: every process holds its own, {size / 2**20:,.1f} MiB; --data-cache-path names a place"
@@ -121,56 +119,28 @@ def _machine_folder(create: bool = False) -> Path | None:
     return folder if private else None
 
 
-def _store(path: Path, about: dict[str, Any], arrays: Arrays) -> str | None:
-    """Write an entry; why the folder cannot be written to (read-only, full, no permission), or None."""
-    try:
-        with opened_aside(path) as file:
-            file.write(_header(about, arrays))
-            for array in arrays.values():
-                file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-                file.write(np.ascontiguousarray(array).data)
-        return None
-    except OSError as error:
-        return error.strerror or str(error)
+def _store(path: Path, about: dict[str, Any], arrays: Arrays) -> None:
+    head = json.dumps({"about": about, "names": list(arrays)}).encode()
+    with opened_aside(path) as file:
+        for array in (np.frombuffer(head, np.uint8), *arrays.values()):
+            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+            np.save(file, array)
 
 
-def _header(about: dict[str, Any], arrays: Arrays) -> bytes:
-    """Magic, length and JSON; padded so that the numbers in it, which move its end, cannot move the arrays."""
-    room = 1024 + len(json.dumps(about)) + 128 * len(arrays)
-    position = _aligned(_HEAD.size + room)
-    places = {}
-    for name, array in arrays.items():
-        places[name] = [array.dtype.str, list(array.shape), position]
-        end = position + array.nbytes
-        position = _aligned(end)
-    text = json.dumps({"about": about, "arrays": places, "size": end}).encode()
-    return _HEAD.pack(_MAGIC, room) + text.ljust(room)
-
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
-
-
-def _read_header(path: Path) -> dict[str, Any] | None:
-    """None for a file that is absent, not an entry, or not whole."""
+def _read(path: Path) -> tuple[dict[str, Any], Arrays] | None:
+    """Facts and mapped arrays of an entry; None for a file that is absent, not an entry, or not whole."""
     try:
         with path.open("rb") as file:
-            magic, length = _HEAD.unpack(file.read(_HEAD.size))
-            if magic != _MAGIC or length > _LARGEST_HEADER:
-                return None
-            header = json.loads(file.read(length))
-            return header if os.fstat(file.fileno()).st_size == header["size"] else None
-    except (OSError, struct.error, ValueError, KeyError):
+            head = json.loads(np.load(file).tobytes())
+            arrays = {}
+            for name in head["names"]:
+                file.seek(-file.tell() % _ALIGNMENT, os.SEEK_CUR)
+                np.lib.format.read_magic(file)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                # A plain array over the map: it is faster than np.memmap to slice.
+                start = file.tell()
+                arrays[name] = np.asarray(np.memmap(file, dtype, "r", start, shape))
+                file.seek(start + arrays[name].nbytes)
+        return head["about"], arrays
+    except (OSError, ValueError, TypeError, KeyError, EOFError):
         return None
-
-
-def _map(path: Path) -> Arrays:
-    header = _read_header(path)
-    if header is None:
-        raise OSError(f"{path}: the index was removed or damaged while the run was starting; start again")
-    raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    arrays = {}
-    for name, (dtype, shape, offset) in header["arrays"].items():
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        arrays[name] = raw[offset : offset + size].view(dtype).reshape(shape)
-    return arrays

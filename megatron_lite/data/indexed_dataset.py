@@ -9,25 +9,23 @@ import errno
 import hashlib
 import os
 import struct
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from megatron_lite.config import ConfigError
 from megatron_lite.files.foreign_files import foreign_content, foreign_file
-from megatron_lite.files.writing import aside_of, sync, sync_folder
+from megatron_lite.files.writing import aside_of, sync, sync_folder, write_aside
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries: 34 bytes
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 CODES = {name: code for code, name in DTYPES.items()}
 _CHUNK = 1 << 16  # checked piece by piece: a piece stays in the cache, the file is read once
-_INT32_MAX = 2**31 - 1
 
 Arrays = Callable[[], Iterable[np.ndarray]]
 
@@ -63,7 +61,9 @@ class IndexedDataset:
         self.idx_path, self.bin_path = f"{self.path_prefix}.idx", f"{self.path_prefix}.bin"
         self.bin_size = _size_of(self.bin_path)
         self._open_index()
-        self._check_bin_size() if trusted else self._check_sequences()
+        if not trusted:
+            self._check_sequences()
+        self._check_bin_size()
         self._check_documents(trusted)
         self._file = -1
         self._tokens = np.empty(0, self.dtype)
@@ -79,61 +79,55 @@ class IndexedDataset:
             head = file.read(512)
         if len(head) < HEADER.size:
             what = foreign_content(head)
-            raise ConfigError(
-                f"{self.idx_path}: file size is {size} bytes, wanted at least {HEADER.size}{what}"
-            )
+            raise self._wrong("file size", f"{size} bytes", f"at least {HEADER.size}{what}")
         magic, version, code, sequences, boundaries = HEADER.unpack_from(head)
         if magic != MAGIC:
             what = foreign_content(head, binary=True)
-            raise ConfigError(
-                f"{self.idx_path}: magic is {magic!r}, wanted {MAGIC!r}: not a Megatron index{what}"
-            )
+            raise self._wrong("magic", repr(magic), f"{MAGIC!r}: not a Megatron index{what}")
         if version != 1:
-            raise ConfigError(f"{self.idx_path}: version is {version}, wanted 1")
+            raise self._wrong("version", version, 1)
         if code not in DTYPES:
-            raise ConfigError(f"{self.idx_path}: dtype code is {code}, wanted one of {sorted(DTYPES)}")
-        wanted = HEADER.size + 12 * sequences + 8 * boundaries
-        if size != wanted:
+            raise self._wrong("dtype code", code, f"one of {sorted(DTYPES)}")
+        ends = list(accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * boundaries)))
+        if size != ends[-1]:
             what = f"{sequences:,} sequences and {boundaries:,} document boundaries"
-            if size == wanted + sequences:
+            if size == ends[-1] + sequences:
                 what += "; it holds one mode per sequence, and multimodal data is not supported"
-            raise ConfigError(f"{self.idx_path}: file size is {size:,} bytes, wanted {wanted:,} for {what}")
+            raise self._wrong("file size", f"{size:,} bytes", f"{ends[-1]:,} for {what}")
         if boundaries < 1:
-            raise ConfigError(f"{self.idx_path}: number of document boundaries is 0, wanted documents + 1")
-        raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
-        ends = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * boundaries]).tolist()
+            raise self._wrong("number of document boundaries", 0, "documents + 1")
+        raw = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r"))
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        self.sequence_lengths = np.asarray(raw[ends[0] : ends[1]]).view("<i4")
-        self.sequence_pointers = np.asarray(raw[ends[1] : ends[2]]).view("<i8")
-        self.document_indices = np.asarray(raw[ends[2] : ends[3]]).view("<i8")
+        self.sequence_lengths = raw[ends[0] : ends[1]].view("<i4")
+        self.sequence_pointers = raw[ends[1] : ends[2]].view("<i8")
+        self.document_indices = raw[ends[2] : ends[3]].view("<i8")
+
+    def _wrong(self, field: str, seen: Any, wanted: Any) -> ConfigError:
+        return ConfigError(f"{self.idx_path}: {field} is {seen}, wanted {wanted}")
 
     def _check_sequences(self) -> None:
-        """Lengths are not negative, each pointer is where the one before ends, .bin ends where the last does."""
+        """Lengths are not negative, and each pointer is where the sequence before it ends."""
         expected = 0  # byte where the next sequence has to begin
         steps = np.empty(_CHUNK, dtype=np.int64)  # bytes from each pointer to the next, reused
         for first in range(0, len(self), _CHUNK):
             lengths = self.sequence_lengths[first : first + _CHUNK]
             pointers = self.sequence_pointers[first : first + _CHUNK]
-            wanted = np.multiply(lengths, self.dtype.itemsize, dtype=np.int64, out=steps[: len(lengths)])
+            sizes = np.multiply(lengths, self.dtype.itemsize, dtype=np.int64, out=steps[: len(lengths)])
             if lengths.min() < 0:
                 bad = int(np.argmax(lengths < 0))
-                raise ConfigError(
-                    f"{self.idx_path}: length of sequence {first + bad} is {lengths[bad]}, wanted 0 or more"
-                )
-            if pointers[0] != expected or not np.array_equal(np.diff(pointers), wanted[:-1]):
-                begins = expected + np.cumsum(wanted) - wanted
+                raise self._wrong(f"length of sequence {first + bad}", lengths[bad], "0 or more")
+            if pointers[0] != expected or not np.array_equal(np.diff(pointers), sizes[:-1]):
+                begins = expected + np.cumsum(sizes) - sizes
                 bad = int(np.argmax(pointers != begins))
-                raise ConfigError(
-                    f"{self.idx_path}: pointer of sequence {first + bad} is {pointers[bad]:,}, wanted {begins[bad]:,}, "
-                    f"the end of the sequence before it in tokens of {self.dtype.name}"
-                )
-            expected = int(pointers[-1]) + int(wanted[-1])
-        self._check_bin_size(expected)
+                end = f"{begins[bad]:,}, the end of the sequence before it in tokens of {self.dtype.name}"
+                raise self._wrong(f"pointer of sequence {first + bad}", f"{pointers[bad]:,}", end)
+            expected = int(pointers[-1]) + int(sizes[-1])
 
-    def _check_bin_size(self, expected: int | None = None) -> None:
-        if expected is None:
-            last = int(self.sequence_lengths[-1]) * self.dtype.itemsize if len(self) else 0
-            expected = int(self.sequence_pointers[-1]) + last if len(self) else 0
+    def _check_bin_size(self) -> None:
+        """The .bin ends where the last sequence does."""
+        expected = 0
+        if len(self):
+            expected = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if self.bin_size != expected:
             what = foreign_file(self.bin_path) if self.bin_size else ""
             raise ConfigError(
@@ -146,20 +140,16 @@ class IndexedDataset:
         """Document boundaries begin at 0, never go back and end at the number of sequences."""
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if first != 0:
-            raise ConfigError(f"{self.idx_path}: first document boundary is {first}, wanted 0")
+            raise self._wrong("first document boundary", first, 0)
         if last != len(self):
-            raise ConfigError(
-                f"{self.idx_path}: last document boundary is {last}, wanted {len(self)}, the number of sequences"
-            )
+            raise self._wrong("last document boundary", last, f"{len(self)}, the number of sequences")
         for first in range(0, 0 if ends_only else self.num_documents, _CHUNK):
             piece = self.document_indices[first : first + _CHUNK + 1]
             back = piece[1:] < piece[:-1]
             if back.any():
                 bad = int(np.argmax(back))
-                raise ConfigError(
-                    f"{self.idx_path}: document boundary {first + bad + 1} is {piece[bad + 1]}, "
-                    f"wanted at least {piece[bad]}, the one before it"
-                )
+                before = f"at least {piece[bad]}, the one before it"
+                raise self._wrong(f"document boundary {first + bad + 1}", piece[bad + 1], before)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -203,9 +193,8 @@ class IndexedDataset:
 
         Returns how many tokens were there: len(out), or fewer when the sequences end before.
         """
-        begins = self.sequence_pointers[
-            sequences
-        ].tolist()  # bytes; single numbers are faster outside of numpy
+        # In bytes. Single numbers are faster outside of numpy.
+        begins = self.sequence_pointers[sequences].tolist()
         lengths = self.sequence_lengths[sequences].tolist()
         itemsize, tokens, mapped = self.dtype.itemsize, self._tokens, self._file < 0
         filled, wanted = 0, len(out)
@@ -243,98 +232,6 @@ class IndexedDataset:
             os.close(self._file)
 
 
-class IndexedDatasetBuilder:
-    """Writes a pair under temporary names; `finalize` makes it appear, whole. Use as a context manager:
-    leaving it by an exception removes what was written.
-
-    Args:
-        path_prefix: path without .bin / .idx; its folder has to exist.
-        dtype: of the tokens, one of Megatron's eight.
-
-    Raises:
-        ConfigError: dtype is not one of Megatron's, a token does not fit it, lengths do not sum to the tokens.
-        OSError: the disk is full or the folder is not writable.
-    """
-
-    def __init__(self, path_prefix: str | os.PathLike, dtype: type[np.number] | str):
-        self.dtype = np.dtype(dtype)
-        if self.dtype.name not in CODES:
-            raise ConfigError(f"dtype is {self.dtype.name}, wanted one of {sorted(CODES)}")
-        self.dtype = self.dtype.newbyteorder("<")
-        self.path_prefix = os.fspath(path_prefix)
-        self._bin_temporary = aside_of(Path(f"{self.path_prefix}.bin"))
-        self._idx_temporary = aside_of(Path(f"{self.path_prefix}.idx"))
-        self._lengths, self._documents = array("i"), array("q", [0])
-        self._bin = self._bin_temporary.open("wb", buffering=1 << 20)
-
-    def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None) -> None:
-        """Append one document: tokens [n], cut into sequences of `lengths` (one sequence when not given)."""
-        tokens = self._fitting(tokens)
-        lengths = [len(tokens)] if lengths is None else [int(length) for length in lengths]
-        if sum(lengths) != len(tokens) or any(not 0 <= length <= _INT32_MAX for length in lengths):
-            raise ConfigError(
-                f"{self.path_prefix}: document {len(self._documents) - 1}: sequence lengths sum to {sum(lengths):,}, "
-                f"wanted {len(tokens):,} tokens, each length from 0 to {_INT32_MAX:,}"
-            )
-        self._bin.write(tokens.data)
-        self._lengths.extend(lengths)
-        self._documents.append(len(self._lengths))
-
-    def add_dataset(self, other: IndexedDataset) -> None:
-        """Append all documents of another dataset of the same dtype, byte for byte."""
-        if other.dtype != self.dtype:
-            raise ConfigError(f"{other.idx_path}: dtype is {other.dtype.name}, wanted {self.dtype.name}")
-        with Path(other.bin_path).open("rb") as source:
-            while piece := source.read(1 << 24):
-                self._bin.write(piece)
-        before = len(self._lengths)
-        self._lengths.frombytes(np.ascontiguousarray(other.sequence_lengths, np.int32).tobytes())
-        self._documents.frombytes((other.document_indices[1:] + before).astype(np.int64).tobytes())
-
-    def finalize(self) -> None:
-        """Write .idx, bring both to the disk, then give them their names: .bin first, .idx (what readers open) last."""
-        sync(self._bin)
-        self._bin.close()
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        boundaries = np.frombuffer(self._documents, dtype=np.int64)[1:]
-        counts = len(lengths), len(boundaries)
-        write_index(self._idx_temporary, self.dtype, *counts, lambda: [lengths], lambda: [boundaries])
-        final = Path(f"{self.path_prefix}.idx")
-        final.unlink(missing_ok=True)  # an old .idx must never be seen beside the new .bin
-        self._bin_temporary.rename(f"{self.path_prefix}.bin")
-        self._idx_temporary.rename(final)
-        sync_folder(final.parent)
-
-    def abort(self) -> None:
-        """Remove what was written so far."""
-        self._bin.close()
-        self._bin_temporary.unlink(missing_ok=True)
-        self._idx_temporary.unlink(missing_ok=True)
-
-    def _fitting(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        values = np.asarray(tokens)
-        if values.dtype == self.dtype or not values.size:
-            return np.ascontiguousarray(values, self.dtype)
-        if self.dtype.kind in "iu":
-            limits = np.iinfo(self.dtype)
-            low, high = values.min(), values.max()
-            if low < limits.min or high > limits.max:
-                raise ConfigError(
-                    f"{self.path_prefix}: document {len(self._documents) - 1}: token id is "
-                    f"{low if low < limits.min else high}, wanted {limits.min} to {limits.max} ({self.dtype.name})"
-                )
-        return np.ascontiguousarray(values, self.dtype)
-
-    def __enter__(self) -> "IndexedDatasetBuilder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None or not self._bin.closed:
-            self.abort()
-
-
 def _size_of(path: str) -> int:
     """Bytes of a file that can be read."""
     try:
@@ -362,29 +259,66 @@ def _read_fully(file: int, size: int, offset: int) -> bytes:
     return data
 
 
-def write_index(
-    path: Path, dtype: np.dtype, num_sequences: int, num_documents: int, lengths: Arrays, boundaries: Arrays
-) -> None:
+def write_index(path: Path, dtype: np.dtype, lengths: Arrays, boundaries: Arrays) -> None:
     """Write an .idx file piece by piece, synced to the disk, so that its size does not matter.
 
     Args:
-        lengths: called for a fresh pass over the tokens of each sequence, as arrays that together have
-            `num_sequences` entries.
-        boundaries: likewise the number of sequences up to the end of each document, `num_documents` entries; the
-            leading 0 is written here.
+        lengths: called for a fresh pass over the tokens of each sequence, in arrays.
+        boundaries: likewise the number of sequences up to the end of each document; the leading 0 is written here.
     """
+    sequences, documents = sum(map(len, lengths())), sum(map(len, boundaries()))
     with path.open("wb", buffering=1 << 20) as file:
-        file.write(HEADER.pack(MAGIC, 1, CODES[dtype.name], num_sequences, num_documents + 1))
+        file.write(HEADER.pack(MAGIC, 1, CODES[dtype.name], sequences, documents + 1))
         for piece in lengths():
             file.write(piece.astype("<i4").data)
         end = 0
         for piece in lengths():
             ends = np.cumsum(piece, dtype=np.int64) * dtype.itemsize + end
-            if len(ends):
-                file.write((ends - piece.astype(np.int64) * dtype.itemsize).astype("<i8").data)
-                end = int(ends[-1])
+            file.write((ends - piece.astype(np.int64) * dtype.itemsize).astype("<i8").data)
+            end = int(ends[-1]) if len(ends) else end
         file.write(np.zeros(1, "<i8").data)
         for piece in boundaries():
             file.write(piece.astype("<i8").data)
         sync(file)
-        assert file.tell() == HEADER.size + 12 * num_sequences + 8 * (num_documents + 1)
+
+
+def publish_pair(prefix: str, bin_path: Path, idx_path: Path, about: dict[str, Any] | None) -> None:
+    """Give files that are whole and on the disk the names PREFIX.bin and, last, PREFIX.idx, which readers open.
+
+    Can be repeated after an interruption. `about` goes into PREFIX.json; None: there is none.
+    """
+    final = Path(f"{prefix}.idx")
+    if bin_path.exists():
+        final.unlink(missing_ok=True)  # an old .idx must never be seen beside the new .bin
+        if about is None:
+            Path(f"{prefix}.json").unlink(missing_ok=True)
+        else:
+            write_aside(Path(f"{prefix}.json"), about)
+        bin_path.rename(f"{prefix}.bin")
+    if idx_path.exists():
+        idx_path.rename(final)
+    sync_folder(final.parent)
+
+
+def write_pair(
+    prefix: str,
+    dtype: np.dtype,
+    tokens: Iterable[bytes | memoryview],
+    lengths: Arrays,
+    boundaries: Arrays,
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Write PREFIX.bin from the bytes of `tokens`, and its .idx as `write_index` does; both appear whole.
+
+    Raises OSError; nothing half-made stays then.
+    """
+    bin_path, idx_path = aside_of(Path(f"{prefix}.bin")), aside_of(Path(f"{prefix}.idx"))
+    try:
+        with bin_path.open("wb", buffering=1 << 20) as file:
+            file.writelines(tokens)
+            sync(file)
+        write_index(idx_path, dtype, lengths, boundaries)
+        publish_pair(prefix, bin_path, idx_path, about)
+    finally:
+        bin_path.unlink(missing_ok=True)
+        idx_path.unlink(missing_ok=True)

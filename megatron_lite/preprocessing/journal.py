@@ -11,15 +11,17 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.indexed_dataset import Arrays, write_index
+from megatron_lite.data.indexed_dataset import publish_pair, write_index
 from megatron_lite.files.command_line import RunError
-from megatron_lite.files.writing import sync, sync_folder, write_aside
+from megatron_lite.files.writing import sync, write_aside
 
 _PIECE = 1 << 20  # entries handled at a time when the index is written
 
@@ -44,7 +46,7 @@ class Journal:
         self.folder = Path(f"{prefix}.partial")
         self.names, self.dtype, self.signature = list(names), np.dtype(dtype).newbyteorder("<"), signature
         self.state: dict[str, Any] | None = None  # the caller's, as last committed
-        self._complete = False
+        self.complete = False  # all documents are in and only `publish` is left to do
         self.folder.mkdir(exist_ok=True)
         self._lock = (self.folder / "lock").open("w")
         try:
@@ -55,8 +57,8 @@ class Journal:
         stored = self._read_state() if resume else None
         if stored is not None:
             self._check_signature(stored["signature"])
-            self.state, self._complete = stored["state"], stored["complete"]
-        self._files = [] if self._complete else self._open(stored)
+            self.state, self.complete = stored["state"], stored["complete"]
+        self._files = [] if self.complete else self._open(stored)
 
     def _read_state(self) -> dict[str, Any] | None:
         try:
@@ -77,35 +79,30 @@ class Journal:
                     f"{_short(wanted)}; remove the folder or leave --resume away to start afresh"
                 )
 
-    def _open(self, stored: dict[str, Any] | None) -> list[tuple[BinaryIO, BinaryIO]]:
-        """Open the files of each dataset, cut to what the state vouches for."""
+    def _open(self, stored: dict[str, Any] | None) -> list[list[BinaryIO]]:
+        """Open the .bin and .lengths of each dataset, cut to what the state vouches for."""
         if stored is None:
             for path in self.folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
-        files = []
-        for number in range(len(self.names)):
-            pair = []
-            for kind, size in zip(("bin", "lengths"), stored["sizes"][number] if stored else (0, 0)):
-                path = self._path(number, kind)
-                file = path.open("r+b" if stored else "wb", buffering=1 << 20)
-                if stored and path.stat().st_size < size:
-                    raise ConfigError(
-                        f"'{path}' is shorter than its state.json says; remove the folder to start afresh"
-                    )
-                file.truncate(size)
-                file.seek(0, os.SEEK_END)
-                pair.append(file)
-            files.append(tuple(pair))
-        return files
+        sizes = stored["sizes"] if stored else [[0, 0]] * len(self.names)
+        return [
+            [self._open_at(self._path(number, kind), size) for kind, size in zip(("bin", "lengths"), pair)]
+            for number, pair in enumerate(sizes)
+        ]
+
+    def _open_at(self, path: Path, size: int) -> BinaryIO:
+        file = path.open("r+b" if size else "wb", buffering=1 << 20)
+        if file.seek(0, os.SEEK_END) < size:
+            raise ConfigError(
+                f"'{path}' is shorter than its state.json says; remove the folder to start afresh"
+            )
+        file.truncate(size)
+        file.seek(size)
+        return file
 
     def _path(self, number: int, kind: str) -> Path:
         return self.folder / f"{number}.{kind}"
-
-    @property
-    def complete(self) -> bool:
-        """Whether all documents are in and only `publish` is left to do."""
-        return self._complete
 
     def append(self, number: int, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Documents for dataset `number`: tokens [sum of lengths], lengths [documents]."""
@@ -115,68 +112,38 @@ class Journal:
 
     def commit(self, state: dict[str, Any], complete: bool = False) -> None:
         """Bring all that was appended to the disk and record `state` (plain JSON) as the point to go on from."""
-        sizes = []
-        for pair in self._files:
-            for file in pair:
-                sync(file)
-            sizes.append([file.tell() for file in pair])
+        for file in chain(*self._files):
+            sync(file)
+        sizes = [[file.tell() for file in pair] for pair in self._files]
         content = {"signature": self.signature, "state": state, "sizes": sizes, "complete": complete}
         write_aside(self.folder / "state.json", content)
-        self.state, self._complete = state, complete
+        self.state, self.complete = state, complete
 
     def publish(self, about: Sequence[dict[str, Any]]) -> None:
         """Make the pairs appear under their names, with NAME.json that holds `about` each, and remove the folder.
 
         Can be repeated after an interruption.
         """
-        assert self._complete
+        assert self.complete
         self._close()
         for number, name in enumerate(self.names):
             bin_path, idx_path = self._path(number, "bin"), self._path(number, "idx")
             if bin_path.exists():
-                write_index(idx_path, self.dtype, *self._index_arrays(number))
-                Path(f"{name}.idx").unlink(
-                    missing_ok=True
-                )  # an old .idx must never be seen beside a new .bin
-                write_aside(Path(f"{name}.json"), about[number])
-                bin_path.rename(f"{name}.bin")
-            if idx_path.exists():
-                idx_path.rename(f"{name}.idx")
-        sync_folder(Path(self.names[0]).parent)
+                lengths = self._path(number, "lengths")
+                write_index(idx_path, self.dtype, partial(_lengths, lengths), partial(_boundaries, lengths))
+            publish_pair(name, bin_path, idx_path, about[number])
         self.remove()
 
-    def _index_arrays(self, number: int) -> tuple[int, int, Arrays, Arrays]:
-        """What write_index takes: a document with tokens is one sequence, one without tokens is none."""
-        path = self._path(number, "lengths")
-
-        def lengths() -> Iterator[np.ndarray]:
-            for piece in _pieces(path):
-                yield piece[piece > 0]
-
-        def boundaries() -> Iterator[np.ndarray]:
-            before = 0
-            for piece in _pieces(path):
-                ends = np.cumsum(piece > 0, dtype=np.int64) + before
-                before = int(ends[-1])
-                yield ends
-
-        num_documents = path.stat().st_size // 4
-        return sum(map(len, lengths())), num_documents, lengths, boundaries
-
     def _close(self) -> None:
-        for pair in self._files:
-            for file in pair:
+        for file in chain(*self._files):
+            # Closing flushes, and on a full disk that fails once more; the last commit is what counts.
+            with contextlib.suppress(OSError):
                 file.close()
         self._files = []
 
     def release(self) -> None:
         """Let go of the folder; it stays for a run that resumes."""
-        for pair in self._files:
-            for file in pair:
-                # Closing flushes, and on a full disk that fails once more; the last commit is what counts.
-                with contextlib.suppress(OSError):
-                    file.close()
-        self._files = []
+        self._close()
         self._lock.close()
 
     def remove(self) -> None:
@@ -195,6 +162,19 @@ def _pieces(path: Path) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         while data := file.read(4 * _PIECE):
             yield np.frombuffer(data, "<i4")
+
+
+def _lengths(path: Path) -> Iterator[np.ndarray]:
+    """A document with tokens is one sequence, one without tokens is none."""
+    return (piece[piece > 0] for piece in _pieces(path))
+
+
+def _boundaries(path: Path) -> Iterator[np.ndarray]:
+    before = 0
+    for piece in _pieces(path):
+        ends = np.cumsum(piece > 0, dtype=np.int64) + before
+        before = int(ends[-1])
+        yield ends
 
 
 def _short(value: Any) -> str:

@@ -26,26 +26,18 @@ from megatron_lite.config import (
 )
 from megatron_lite.data.blends import parse_blend, parse_split, plan_data, split_bounds, split_range
 from megatron_lite.data.build import Builder, build_datasets, sample_counts
-from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.data.loader import Loader
+from tests.pairs import write_documents
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 TOKENIZER = SimpleNamespace(eod=0)
 SIZES = {"train": 50, "valid": 5, "test": 0}
 
 
-def write(prefix, documents):
-    with IndexedDatasetBuilder(prefix, "uint16") as builder:
-        for document in documents:
-            builder.add_document(document)
-        builder.finalize()
-    return str(prefix)
-
-
 @pytest.fixture
 def corpus(tmp_path):
     """100 documents of 10 to 59 tokens; token values tell the document."""
-    return write(tmp_path / "corpus", [[d] * (10 + d % 50) for d in range(1, 101)])
+    return write_documents(tmp_path / "corpus", [[d] * (10 + d % 50) for d in range(1, 101)])
 
 
 def config_of(cache=None, length=16, vocab_size=1000, evaluation=None, training=None, **data):
@@ -140,14 +132,14 @@ def test_splits_share_no_document(corpus, tmp_path):
     ],
 )
 def test_empty_and_short_splits_are_said(documents, data, message, tmp_path):
-    prefix = write(tmp_path / "set", documents)
+    prefix = write_documents(tmp_path / "set", documents)
     with pytest.raises(ConfigError, match=message) as caught:
         build(config_of(data_path=[prefix], **data))
     assert "\n" not in str(caught.value)
 
 
 def test_the_default_split_may_leave_validation_out_but_says_so(tmp_path):
-    prefix, lines = write(tmp_path / "set", [[1] * 40] * 5), []
+    prefix, lines = write_documents(tmp_path / "set", [[1] * 40] * 5), []
     datasets = build(config_of(data_path=[prefix]), {"train": 5, "valid": 5, "test": 5}, say=lines.append)
     assert (datasets.valid, datasets.test) == ({}, {})
     assert [line.split(": ")[1] for line in lines] == ["train", "no valid set", "no test set"]
@@ -157,7 +149,7 @@ def test_the_default_split_may_leave_validation_out_but_says_so(tmp_path):
 
 
 def test_a_split_nobody_asks_for_is_not_read(tmp_path):
-    prefix = write(tmp_path / "set", [[1] * 40] * 3)
+    prefix = write_documents(tmp_path / "set", [[1] * 40] * 3)
     datasets = build(config_of(data_path=[prefix], split="1,0,0"), {"train": 5, "valid": 5, "test": 0})
     assert (datasets.valid, datasets.test) == ({}, {})
     assert len(build(config_of(data_path=[prefix], split="9,1,0"), {"train": 5, "valid": 0}).train) >= 5
@@ -216,7 +208,7 @@ def test_a_file_of_words_equals_the_words(corpus, tmp_path):
 
 
 def test_per_split_paths(corpus, tmp_path):
-    other = write(tmp_path / "other", [[500 + d] * 30 for d in range(20)])
+    other = write_documents(tmp_path / "other", [[500 + d] * 30 for d in range(20)])
     by_flags = build(config_of(tmp_path / "c", train_data_path=[corpus], valid_data_path=[other]))
     (tmp_path / "paths.json").write_text(json.dumps({"train": [corpus], "valid": [other], "test": None}))
     by_file = build(config_of(tmp_path / "c", per_split_data_args_path=str(tmp_path / "paths.json")))
@@ -230,7 +222,7 @@ def test_per_split_paths(corpus, tmp_path):
 
 
 def test_validation_sets_by_name(corpus, tmp_path):
-    other = write(tmp_path / "other", [[500 + d] * 30 for d in range(20)])
+    other = write_documents(tmp_path / "other", [[500 + d] * 30 for d in range(20)])
     paths = {"train": [corpus], "valid": {"code": [other], "mix": ["3", other, 1, corpus]}}
     (tmp_path / "paths.json").write_text(json.dumps(paths))
     datasets = build(config_of(tmp_path / "c", per_split_data_args_path=str(tmp_path / "paths.json")))
@@ -328,7 +320,7 @@ def test_full_validation_reads_every_token_once_and_pads(corpus, tmp_path):
 def test_a_token_beyond_the_vocabulary_is_found_at_start(tmp_path):
     documents = [[d] * 20 for d in range(30)]
     documents[29] = [1] * 5 + [999] + [1] * 20
-    prefix = write(tmp_path / "set", documents)
+    prefix = write_documents(tmp_path / "set", documents)
     build(config_of(tmp_path / "c", data_path=[prefix], split="1,0,0", vocab_size=1000))
     message = r"set.bin: document 29, sequence 29, token 5 is token id 999, wanted 0 to 998"
     with pytest.raises(ConfigError, match=message):
@@ -338,7 +330,7 @@ def test_a_token_beyond_the_vocabulary_is_found_at_start(tmp_path):
 def test_one_that_the_sampled_check_misses_is_found_by_the_loader(tmp_path):
     documents = [[1] * 20 for _ in range(2000)]
     documents[1001] = [1] * 5 + [999] + [1] * 20
-    prefix = write(tmp_path / "set", documents)
+    prefix = write_documents(tmp_path / "set", documents)
     config = config_of(
         tmp_path / "c", data_path=[prefix], split="1,0,0", vocab_size=999, training={"micro_batch_size": 1}
     )
@@ -433,7 +425,7 @@ def test_more_steps_within_the_same_epochs_keep_the_order(corpus, tmp_path):
 
 def test_a_blend_may_be_lengthened_as_long_as_its_samples_come_in_the_same_order(corpus, tmp_path):
     """Where two lengths have one fingerprint, the longer begins as the shorter; other weights have another."""
-    other = write(tmp_path / "other", [[500 + d] * (20 + d % 30) for d in range(300)])
+    other = write_documents(tmp_path / "other", [[500 + d] * (20 + d % 30) for d in range(300)])
     config = config_of(tmp_path / "c", data_path=["0.3", corpus, "0.7", other], split="9,1,0")
     built = {size: build(config, {"train": size}).train for size in (40, 60, 100, 200, 500, 900, 2000)}
     equal = 0
@@ -471,11 +463,11 @@ def test_training_without_training_data_is_refused(corpus, tmp_path, data, says)
 
 def test_changed_data_is_not_mistaken_for_the_old(tmp_path):
     """Same path, same sizes, same times, other lengths: the hash of the lengths tells."""
-    prefix = write(tmp_path / "set", [[1] * 40, [2] * 60, [3] * 50])
+    prefix = write_documents(tmp_path / "set", [[1] * 40, [2] * 60, [3] * 50])
     config = config_of(tmp_path / "c", data_path=[prefix], split="1,0,0")
     states = [(path, path.stat()) for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))]
     build(config)
-    write(tmp_path / "set", [[1] * 60, [2] * 40, [3] * 50])
+    write_documents(tmp_path / "set", [[1] * 60, [2] * 40, [3] * 50])
     for path, state in states:
         os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
     fresh = config_of(tmp_path / "fresh", data_path=[prefix], split="1,0,0")
@@ -580,7 +572,7 @@ def test_one_process_builds_the_others_read(corpus, tmp_path):
 
 
 def test_too_many_files_is_one_sentence(tmp_path):
-    prefixes = [write(tmp_path / str(k), [[1] * 40]) for k in range(40)]
+    prefixes = [write_documents(tmp_path / str(k), [[1] * 40]) for k in range(40)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 50, hard))
     try:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megatron_lite.data.indexed_dataset import IndexedDataset, best_dtype
+from megatron_lite.data.indexed_dataset import write_pair as write_real_pair
+from tests.pairs import write_documents
 
 HOSTILE = Path(__file__).parent.parent / "hostile" / "idx"
 CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
@@ -182,11 +184,8 @@ def test_trusted_opening_still_sees_a_missing_piece(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "uint8"])
 def test_what_is_written_is_the_format(dtype, tmp_path):
-    with IndexedDatasetBuilder(tmp_path / "set", dtype) as builder:
-        builder.add_document([0, 1, 2, 3], lengths=[4, 0])
-        builder.add_document(np.array([4, 5, 6]))
-        builder.add_document([7, 8])
-        builder.finalize()
+    documents = [[[0, 1, 2, 3], []], [[4, 5, 6]], [[7, 8]]]
+    write_documents(tmp_path / "set", documents, dtype, nested=True)
     size = np.dtype(dtype).itemsize
     code = {"uint16": 8, "int32": 4, "uint8": 1}[dtype]
     wanted = index_bytes(code, (4, 0, 3, 2), (0, 4 * size, 4 * size, 7 * size), (0, 2, 3, 4))
@@ -195,33 +194,20 @@ def test_what_is_written_is_the_format(dtype, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set.bin", "set.idx"]
 
 
-def test_merging_equals_writing_in_one_go(tmp_path):
-    first, second = write_pair(tmp_path / "first"), write_pair(tmp_path / "second", boundaries=(0, 1, 1, 4))
-    with IndexedDatasetBuilder(tmp_path / "merged", "int32") as builder:
-        builder.add_dataset(IndexedDataset(first))
-        builder.add_dataset(IndexedDataset(second))
-        builder.finalize()
-    with IndexedDatasetBuilder(tmp_path / "whole", "int32") as builder:
-        for lengths in [(4, 0), (3,), (2,), (4,), (), (0, 3, 2)]:
-            start = {(4, 0): 0, (3,): 4, (2,): 7, (4,): 0, (): 4, (0, 3, 2): 4}[lengths]
-            builder.add_document(np.arange(start, start + sum(lengths)), lengths)
-        builder.finalize()
-    for ending in (".bin", ".idx"):
-        assert (tmp_path / f"merged{ending}").read_bytes() == (tmp_path / f"whole{ending}").read_bytes()
+def test_a_writer_that_fails_leaves_nothing_behind(tmp_path):
+    def tokens():
+        yield b"1234"
+        raise OSError(28, "No space left on device")
 
-
-def test_a_token_that_does_not_fit_leaves_nothing_behind(tmp_path):
-    with pytest.raises(ConfigError, match="document 1: token id is 65536, wanted 0 to 65535"):
-        with IndexedDatasetBuilder(tmp_path / "set", "uint16") as builder:
-            builder.add_document([65_535])
-            builder.add_document([1, 65_536])
+    with pytest.raises(OSError, match="No space"):
+        write_real_pair(str(tmp_path / "set"), np.dtype("int32"), tokens(), lambda: [], lambda: [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_writer_leaves_nothing_under_the_final_name(tmp_path):
     program = (
-        "import os, sys; from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder\n"
-        "builder = IndexedDatasetBuilder(sys.argv[1], 'int32'); builder.add_document(range(9)); os._exit(9)"
+        "import os, sys; import numpy as np; from megatron_lite.data.indexed_dataset import write_pair\n"
+        "write_pair(sys.argv[1], np.dtype('int32'), [b'1234'], lambda: [], lambda: os._exit(9))"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "set"], cwd=root, timeout=60)

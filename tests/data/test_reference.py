@@ -20,7 +20,7 @@ from megatron_lite.config import (
     TrainingConfig,
 )
 from megatron_lite.data.build import build_datasets
-from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder
+from tests.pairs import write_documents
 
 SPLITS = ("train", "valid", "test")
 
@@ -118,11 +118,7 @@ def test_any_corpus(tmp_path_factory, data, weighted, split, length, wanted, see
     for k, (documents, weight) in enumerate(data):
         prefixes.append(str(folder / str(k)))
         weights.append(float(weight))
-        with IndexedDatasetBuilder(prefixes[-1], "int32") as builder:
-            for sequences in documents:
-                flat = [token for sequence in sequences for token in sequence]
-                builder.add_document(flat, [len(sequence) for sequence in sequences])
-            builder.finalize()
+        write_documents(prefixes[-1], documents, "int32", nested=True)
         corpora_here.append([sequence for sequences in documents for sequence in sequences])
     words = [w for pair in zip(map(str, weights), prefixes) for w in pair] if weighted else prefixes
     config = Config(

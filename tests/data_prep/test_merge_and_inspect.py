@@ -10,9 +10,10 @@ import pytest
 
 from data_prep import inspect_data, merge_datasets, preprocess_data
 from megatron_lite.config import ConfigError
-from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.preprocessing import journal
 from tests.local_tokenizers import TEXT, write_sentencepiece
+from tests.pairs import write_documents
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +23,7 @@ def model(tmp_path_factory):
 
 def write(prefix, documents, dtype=np.uint16):
     """A pair whose documents are lists of sequences (lists of tokens)."""
-    with IndexedDatasetBuilder(prefix, dtype) as builder:
-        for sequences in documents:
-            tokens = [token for sequence in sequences for token in sequence]
-            builder.add_document(tokens, [len(sequence) for sequence in sequences])
-        builder.finalize()
+    write_documents(prefix, documents, dtype, nested=True)
 
 
 def pair(prefix):
@@ -76,7 +73,7 @@ def test_documents_of_several_sequences_and_none(tmp_path, monkeypatch):
     assert pair(tmp_path / "other") == pair(tmp_path / "whole")
 
 
-def test_a_journal_writes_what_the_builder_writes(tmp_path, monkeypatch):
+def test_a_journal_writes_what_is_written_in_one_go(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "_PIECE", 3)
     lengths = [3, 0, 1, 0, 0, 5, 2]
     made = journal.Journal(str(tmp_path / "j"), [str(tmp_path / "j_text")], "int32", {}, resume=False)

@@ -16,7 +16,7 @@ from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config
 from megatron_lite.data.build import build_datasets, sample_counts
-from megatron_lite.data.indexed_dataset import IndexedDatasetBuilder
+from megatron_lite.data.indexed_dataset import write_pair
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.samples import Samples
 from megatron_lite.data.tokenizer import build_tokenizer
@@ -148,11 +148,10 @@ def config_of(sizes: Sizes, prefix: str, folder: Path, log_interval: int) -> Con
 def write_data(sizes: Sizes, folder: Path) -> str:
     """An indexed dataset of random documents; its prefix."""
     random, prefix = np.random.default_rng(1), str(folder / "random_text_document")
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        for length in random.integers(20, 4 * sizes.seq_length, 300):
-            tokens = random.integers(0, sizes.vocabulary - 1, length).tolist()
-            builder.add_document([*tokens, sizes.vocabulary - 1])
-        builder.finalize()
+    lengths = random.integers(20, 4 * sizes.seq_length, 300)
+    tokens = random.integers(0, sizes.vocabulary - 1, lengths.sum()).astype(np.uint16)
+    tokens[np.cumsum(lengths) - 1] = sizes.vocabulary - 1
+    write_pair(prefix, tokens.dtype, [tokens.data], lambda: [lengths], lambda: [np.arange(1, 301)])
     return prefix
 
 

@@ -120,8 +120,6 @@ def write_documents(folder: Path, documents: int, with_tokens: bool) -> str:
     write_index(
         prefix.with_suffix(".idx"),
         np.dtype("<u2"),
-        documents,
-        documents,
         lambda: [lengths],
         lambda: [np.arange(1, documents + 1)],
     )
