@@ -183,7 +183,7 @@ ERRORS = [
     ("--lr-decay-style cosin", "--lr-decay-style: invalid choice: 'cosin'"),
     ("--position-embedding-type yarn", "invalid choice: 'yarn'"),
     ("--hidden-size 65", "--hidden-size 65 does not divide by --num-attention-heads 4"),
-    ("--swiglu --hidden-size 4", "--swiglu with --hidden-size 4 leaves no MLP width"),
+    ("--swiglu --hidden-size 4", "--hidden-size 4 leaves no width for an MLP with swiglu"),
     (
         "--group-query-attention --num-query-groups 3",
         "--num-attention-heads 4 does not divide by --num-query-",

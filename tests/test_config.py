@@ -118,7 +118,7 @@ CONTRADICTIONS = [
     ("--group-query-attention --num-query-groups 3", 1, ["--num-attention-heads 4", "--num-query-groups 3"]),
     ("--max-position-embeddings 16", 1, ["--seq-length 32", "--max-position-embeddings 16"]),
     ("--swiglu --squared-relu", 1, ["--swiglu and --squared-relu"]),
-    ("--swiglu --hidden-size 16", 1, ["--swiglu", "--hidden-size 16", "--ffn-hidden-size"]),
+    ("--swiglu --hidden-size 16", 1, ["swiglu", "--hidden-size 16", "--ffn-hidden-size"]),
     (
         "--position-embedding-type rope --rotary-percent 0.2",
         1,

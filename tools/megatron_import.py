@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> None:
     else:
         words += ["--vocab-size", "1"]  # a NullTokenizer wants one; the checkpoint's rows take its place
     model = parse_arguments(words, Environment()).model
-    source = open_megatron(arguments.megatron_checkpoint, arguments.ckpt_step, model.swiglu)
+    source = open_megatron(
+        arguments.megatron_checkpoint, arguments.ckpt_step, model.mlp_activation.num_inputs == 2
+    )
     values = {name: getattr(model, name) for name in model.__dataclass_fields__}
     model = with_stored_vocabulary(type(model)(**values | {"vocab_size": arguments.vocab_size}), source)
     config = {"model": Config(model=model).to_dict()["model"]}

@@ -93,6 +93,7 @@ def _check_model(config: Config) -> None:
     refuse_together(
         "--swiglu" if model.swiglu else None,
         "--squared-relu" if model.squared_relu else None,
+        f"--activation {model.activation}" if model.activation else None,
         because="an MLP has one activation",
     )
     rotated = int(model.kv_channels * model.rotary_percent)

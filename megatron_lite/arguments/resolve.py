@@ -147,9 +147,12 @@ def _complete_model(config: Config) -> Config:
             f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: "
             "change one of them or give the width of a head by --kv-channels"
         )
-    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if model.swiglu else 4 * hidden
+    gated = model.mlp_activation.num_inputs == 2
+    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
     if model.ffn_hidden_size is None and ffn == 0:
-        raise ConfigError(f"--swiglu with --hidden-size {hidden} leaves no MLP width: give --ffn-hidden-size")
+        raise ConfigError(
+            f"--hidden-size {hidden} leaves no width for an MLP with {model.activation_name}: give --ffn-hidden-size"
+        )
     notes = []
     if "num_query_groups" in config.given and not model.group_query_attention:
         notes.append(

@@ -97,7 +97,7 @@ def block_matrix_parameters(model: ModelConfig) -> int:
 
 def mlp_matrix_parameters(model: ModelConfig) -> int:
     """Weights of one block's MLP."""
-    return (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    return model.mlp_activation.num_matrices * model.hidden_size * model.ffn_hidden_size
 
 
 def gpu_attention_kernel(model: ModelConfig, half: bool, whole: bool, dropout: bool) -> str:
@@ -138,5 +138,5 @@ def _column_biases(model: ModelConfig) -> int:
     if model.add_qkv_bias or not model.disable_bias_linear:
         count += (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     if not model.disable_bias_linear:
-        count += (2 if model.swiglu else 1) * model.ffn_hidden_size
+        count += model.mlp_activation.num_inputs * model.ffn_hidden_size
     return count

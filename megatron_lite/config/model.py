@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_lite.config.activations import ACTIVATIONS, Activation
 from megatron_lite.config.declare import flag
 
 
@@ -41,6 +42,11 @@ class ModelConfig:
     apply_layernorm_1p: bool = flag(False, "norm weights are stored as weight - 1")
     swiglu: bool = flag(False, "SiLU-gated MLP instead of GELU")
     squared_relu: bool = flag(False, "relu(x)^2 in the MLP instead of GELU")
+    activation: str | None = flag(
+        None,
+        "ours: the MLP's activation by name; default gelu, or what --swiglu or --squared-relu says",
+        choices=tuple(ACTIVATIONS),
+    )
     disable_bias_linear: bool = flag(False, "no bias in linear layers")
     add_qkv_bias: bool = flag(False, "bias in the query, key and value projections even so")
     qk_layernorm: bool = flag(False, "normalise each head's query and key")
@@ -58,6 +64,17 @@ class ModelConfig:
         "auto", "attention kernels", choices=("flash", "fused", "unfused", "local", "auto")
     )
     cross_entropy_loss_fusion: bool = flag(False, "compute the loss without keeping all logits in fp32")
+
+    @property
+    def activation_name(self) -> str:
+        """Which of ACTIVATIONS the MLP has, by whatever flag said so."""
+        by_flag = "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
+        return self.activation or by_flag
+
+    @property
+    def mlp_activation(self) -> Activation:
+        """The MLP's activation: its function and its cost."""
+        return ACTIVATIONS[self.activation_name]
 
 
 @dataclass(frozen=True)

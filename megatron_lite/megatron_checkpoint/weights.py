@@ -146,7 +146,7 @@ def _group_part(first: int, count: int) -> Part:
 
 
 def _up(fused: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    return fused.chunk(2)[1] if model.swiglu else fused
+    return fused.chunk(model.mlp_activation.num_inputs)[-1]
 
 
 PARTS: dict[str, Part] = {

@@ -50,7 +50,7 @@ def block_activations(config: Config, recompute: str | None) -> float:
     query, key_value = _widths(config)
     elements = 2 * hidden / s + 2 * hidden
     if "mlp" not in modules:
-        elements += (4 if model.swiglu else 2) * model.ffn_hidden_size / t
+        elements += model.mlp_activation.num_saved * model.ffn_hidden_size / t
     if model.qk_layernorm:
         elements += (query + key_value) / t
     statistics = 2.0 * (8 if model.normalization == "LayerNorm" else 4) * ("layernorm" not in modules)
@@ -157,7 +157,7 @@ def waiting_bytes(config: Config, plan: StagePlan) -> float:
     t = parallel.tensor_model_parallel_size
     s = t if parallel.sequence_parallel else 1
     query, key_value = _widths(config)
-    split = query + 2 * key_value + (2 if model.swiglu else 1) * model.ffn_hidden_size
+    split = query + 2 * key_value + model.mlp_activation.num_inputs * model.ffn_hidden_size
     size = stage_activations(config, plan) + a * tokens * len(plan.layers) * (
         2 * hidden + 2 * hidden / s + split / t
     )

@@ -6,7 +6,7 @@ gathers and reductions), what it does not is added (tensor and context paralleli
 
 from dataclasses import dataclass
 
-from megatron_lite.arithmetic.costs import block_matrix_parameters
+from megatron_lite.arithmetic.costs import block_matrix_parameters, mlp_matrix_parameters
 from megatron_lite.arithmetic.flops import flops_per_step
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, placement_of, plan_from_config
@@ -153,7 +153,7 @@ def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSec
     if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
         again += layers * attention
     if parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules:
-        mlp = (3 if config.model.swiglu else 2) * config.model.hidden_size * config.model.ffn_hidden_size
+        mlp = mlp_matrix_parameters(config.model)
         again += layers * matrices * mlp / block_matrix_parameters(config.model)
     exposed = 0.0
     if reshards(config) or microbatches_of(config) == (1, 1):

@@ -100,7 +100,7 @@ def _model(config: Config, costs: ModelCosts, vocabulary: str) -> str:
     heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} key/value)"
-    activation = "swiglu" if model.swiglu else "squared relu" if model.squared_relu else "gelu"
+    activation = model.activation_name.replace("_", " ")
     total, embedding = costs.total_parameters(model.num_layers), costs.embedding.parameters
     head = 0 if costs.shared_parameters else model.padded_vocab_size * model.hidden_size
     tied = "tied" if costs.shared_parameters else f"{head:,}"
