@@ -34,14 +34,15 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     simulate,
 )
 from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.declare import flag_name
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
-from megatron_lite.files.writing import write_aside
 from megatron_lite.planning.balance import Proposal, propose
 from megatron_lite.planning.memory import microbatches_of
-from megatron_lite.planning.picture import Panel, draw, to_png, to_svg
+from megatron_lite.planning.picture import Panel, draw, write_picture
 from megatron_lite.planning.trace import MeasuredTimes, RecordedPass, Trace, measured_times, read_trace
 
+Sizes = tuple[str, int, int, int]  # schedule, pipeline ranks, microbatches, chunks a rank
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
 MOST_CELLS = 120
 # Less than this share of a pass is not worth another layout.
@@ -80,47 +81,37 @@ def _cell(event: Event, pipeline_size: int) -> str:
     return (chunk if event.action.kind == "F" else chunk.upper()) + microbatch
 
 
-def headline(name: str, pipeline_size: int, microbatches: int, chunks: int) -> str:
+def headline(sizes: Sizes) -> str:
     """Schedule and sizes in words."""
+    name, pipeline_size, microbatches, chunks = sizes
     return f"{name}: {pipeline_size} ranks x {chunks} chunks, {microbatches} microbatches"
 
 
-def in_flight(name: str, pipeline_size: int, microbatches: int, chunks: int) -> tuple[float, ...]:
+def in_flight(sizes: Sizes) -> tuple[float, ...]:
     """The most activations at once of each rank, in microbatches of its layers."""
-    schedule = build_schedule(name, pipeline_size, microbatches, chunks)
-    return tuple(peak_in_flight(actions) / chunks for actions in schedule)
+    return tuple(peak_in_flight(actions) / sizes[3] for actions in build_schedule(*sizes))
 
 
-def describe_schedule(
-    name: str, pipeline_size: int, microbatches: int, chunks: int, times: StageTimes | None = None
-) -> str:
-    """The timetable and the two numbers that follow from it.
+def played(sizes: Sizes, times: StageTimes | None = None) -> Timeline:
+    """The schedule simulated with these times, or equal ones.
 
     Raises:
         ConfigError: the schedule cannot run so many microbatches.
     """
-    timeline = played(name, pipeline_size, microbatches, chunks, times)
-    unit = 1.0 if times is None else max(min(times.forward), timeline.seconds / MOST_CELLS)
-    held = in_flight(name, pipeline_size, microbatches, chunks)
-    return "\n".join(
-        (
-            headline(name, pipeline_size, microbatches, chunks),
-            rows(timeline, pipeline_size, unit),
-            f"idle {timeline.bubble_fraction:.1%}; most activations at once, in microbatches of a rank's layers: "
-            + ", ".join(f"{n:g}" for n in held),
-        )
-    )
-
-
-def played(
-    name: str, pipeline_size: int, microbatches: int, chunks: int, times: StageTimes | None = None
-) -> Timeline:
-    """The schedule with these times, or equal ones."""
+    name, pipeline_size, microbatches, chunks = sizes
     reason = check_microbatches(name, pipeline_size, chunks, microbatches)
     if reason is not None:
         raise ConfigError(reason)
-    stages = pipeline_size * chunks
-    return schedule_timeline(name, pipeline_size, microbatches, chunks, times or StageTimes.equal(stages))
+    return schedule_timeline(*sizes, times)
+
+
+def describe_schedule(sizes: Sizes, timeline: Timeline, unit: float = 1.0) -> str:
+    """The timetable and the two numbers that follow from it."""
+    held = ", ".join(f"{n:g}" for n in in_flight(sizes))
+    return (
+        f"{headline(sizes)}\n{rows(timeline, sizes[1], unit)}\nidle {timeline.bubble_fraction:.1%}; "
+        f"most activations at once, in microbatches of a rank's layers: {held}"
+    )
 
 
 def stage_times(words: Sequence[str], stages: int) -> StageTimes:
@@ -161,73 +152,66 @@ def ideal_times(measured: MeasuredTimes, stages: int) -> Callable[[Action], floa
 
 
 class Comparison:
-    """The typical pass of a trace; the same schedule played with the stages' measured times, and with equal ones."""
+    """The typical pass of a trace; the same schedule simulated with the stages' measured times, and with equal ones."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.measured = trace, measured_times(trace)
         self.one: RecordedPass = trace.typical
-        self.name = trace.schedule_of(self.one)
+        self.sizes = trace.sizes(self.one)
         self.counts = tuple(len(plan.layers) for plan in trace.plans)
-        schedule = build_schedule(self.name, trace.pipeline_size, self.one.microbatches, trace.chunks)
-        placement = placement_of(self.name)
+        schedule, placement = build_schedule(*self.sizes), placement_of(self.sizes[0])
         self.played = simulate(schedule, self.measured, placement)
         self.ideal = simulate(schedule, ideal_times(self.measured, len(self.counts)), placement)
 
-    def sizes(self) -> tuple[str, int, int, int]:
-        """Schedule, ranks, microbatches, chunks."""
-        return self.name, self.trace.pipeline_size, self.one.microbatches, self.trace.chunks
-
     def rows(self) -> list[tuple[str, Timeline]]:
-        """What is told and drawn, and how each is called."""
+        """What is printed and drawn, and how each is called."""
         return [
             (f"measured, step {self.one.iteration:,}", self.one.timeline),
-            ("played with the measured stage times", self.played),
+            ("simulated with the measured stage times", self.played),
             ("ideal: the same work in equal stages", self.ideal),
         ]
+
+    def shares(self) -> list[float]:
+        """What each stage takes for a microbatch, as a multiple of the mean stage."""
+        whole = [self.measured.of_stage(plan.stage) for plan in self.trace.plans]
+        return [seconds * len(whole) / sum(whole) for seconds in whole]
 
     @property
     def slowest(self) -> str:
         """The stage that takes longest for a microbatch, by name."""
-        whole = [self.measured.of_stage(plan.stage) for plan in self.trace.plans]
-        plan = max(self.trace.plans, key=lambda plan: whole[plan.stage])
-        times = whole[plan.stage] * len(whole) / sum(whole)
-        return f"stage {plan.stage} on rank {plan.rank} ({plan.holds}), {times:.2f} times the mean stage"
+        share, plan = max(zip(self.shares(), self.trace.plans, strict=True), key=lambda pair: pair[0])
+        return f"stage {plan.stage} on rank {plan.rank} ({plan.holds}), {share:.2f} times the mean stage"
 
     def proposal(self) -> Proposal:
         """A better split of the layers."""
         config = self.trace.config
         costs = model_costs(config.model, config.data.seq_length)
         head_blocks = costs.head.flops / costs.block.flops
-        return propose(*self.sizes(), self.measured, self.counts, head_blocks)
+        return propose(*self.sizes, self.measured, self.counts, head_blocks)
 
 
 def describe_trace(comparison: Comparison) -> str:
     """What the run did, where the time goes, the slowest stage, and the proposal."""
-    trace = comparison.trace
-    lines = [f"{headline(*comparison.sizes())}, {len(trace.passes)} passes on {trace.device}"]
-    size, unit = trace.pipeline_size, comparison.one.timeline.seconds / MOST_CELLS
-    lines += [rows(comparison.one.timeline, size, unit), ""]
+    trace, timeline = comparison.trace, comparison.one.timeline
+    lines = [f"{headline(comparison.sizes)}, {len(trace.passes)} passes on {trace.device}"]
+    lines += [rows(timeline, comparison.sizes[1], timeline.seconds / MOST_CELLS), ""]
     lines += [
-        f"{name:<37} {1000 * timeline.seconds:10.2f} ms  idle {timeline.bubble_fraction:6.1%}"
+        f"{name:<39} {1000 * timeline.seconds:10.2f} ms  idle {timeline.bubble_fraction:6.1%}"
         for name, timeline in comparison.rows()
     ]
-    lines += ["", *_stages(comparison), f"slowest: {comparison.slowest}; times in ms a microbatch", ""]
-    return "\n".join([*lines, describe_proposal(comparison.proposal(), comparison)])
-
-
-def _stages(comparison: Comparison) -> list[str]:
-    """A row for each stage: milliseconds of a microbatch."""
-    plans, measured = comparison.trace.plans, comparison.measured
-    whole = [measured.of_stage(plan.stage) for plan in plans]
-    lines = [f"{'stage':>5} {'rank':>4}  {'holds':<26} {'forward':>9} {'backward':>9} {'of the mean':>11}"]
-    for plan, seconds in zip(plans, whole, strict=True):
-        forward = measured.seconds["F", plan.stage]
-        share = seconds * len(whole) / sum(whole)
+    lines += [
+        "",
+        f"{'stage':>5} {'rank':>4}  {'holds':<26} {'forward':>9} {'backward':>9} {'of the mean':>11}",
+    ]
+    for plan, share in zip(trace.plans, comparison.shares(), strict=True):
+        forward = comparison.measured.seconds["F", plan.stage]
+        backward = comparison.measured.of_stage(plan.stage) - forward
         lines.append(
-            f"{plan.stage:>5} {plan.rank:>4}  {plan.holds:<26} {1000 * forward:9.2f} "
-            f"{1000 * (seconds - forward):9.2f} {share:11.2f}"
+            f"{plan.stage:>5} {plan.rank:>4}  {plan.holds:<26} {1000 * forward:9.2f} {1000 * backward:9.2f} "
+            f"{share:11.2f}"
         )
-    return lines
+    lines += [f"slowest: {comparison.slowest}; times in ms a microbatch", ""]
+    return "\n".join([*lines, describe_proposal(comparison.proposal(), comparison)])
 
 
 def describe_proposal(proposal: Proposal, comparison: Comparison) -> str:
@@ -238,41 +222,22 @@ def describe_proposal(proposal: Proposal, comparison: Comparison) -> str:
     )
     if proposal.gain < LEAST_GAIN:
         return f"{parts}\nno split of the layers is faster by {LEAST_GAIN:.0%}: keep this one"
-    before, after = (_activations(comparison, counts) for counts in (proposal.before, proposal.after))
+    before, after = (
+        ", ".join(f"{peak_in_flight(actions, counts):g}" for actions in build_schedule(*comparison.sizes))
+        for counts in (proposal.before, proposal.after)
+    )
     given = comparison.trace.config.parallel
-    instead = [f"--{name.replace('_', '-')}" for name in SPLIT_FLAGS if getattr(given, name)]
+    instead = [flag_name(name) for name in SPLIT_FLAGS if getattr(given, name)]
     lines = [
         parts,
         f"proposed{' in place of ' + ', '.join(instead) if instead else ''}:",
         f"    --pipeline-model-parallel-layout '{write_layout(proposal.after)}'",
         f"layers of the stages {', '.join(map(str, proposal.before))} -> {', '.join(map(str, proposal.after))}",
         f"the pipeline's part of a step is predicted to take {proposal.gain:.1%} less: "
-        f"{1000 * proposal.seconds_before:.2f} -> {1000 * proposal.seconds_after:.2f} ms, both played",
+        f"{1000 * proposal.seconds_before:.2f} -> {1000 * proposal.seconds_after:.2f} ms, both simulated",
         f"most activations at once of each rank, in layers: {before} -> {after}",
     ]
     return "\n".join(lines)
-
-
-def _activations(comparison: Comparison, counts: Sequence[int]) -> str:
-    schedule = build_schedule(*comparison.sizes())
-    return ", ".join(f"{peak_in_flight(actions, counts):g}" for actions in schedule)
-
-
-def write_picture(path: Path, panels: Sequence[Panel], pipeline_size: int, unit: str, scale: float) -> None:
-    """Draw to a file, by its ending.
-
-    Raises:
-        ConfigError: another ending, or a PNG without matplotlib.
-    """
-    scene = draw(panels, pipeline_size, unit, scale)
-    if path.suffix == ".svg":
-        write_aside(path, to_svg(scene))
-    else:
-        try:
-            write_aside(path, to_png(scene))
-        except ImportError:
-            raise ConfigError(f"--output {path}: a .png needs matplotlib, an .svg does not") from None
-    print(f"written: {path}")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -290,9 +255,9 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--output", type=Path, help="also draw to this .svg or .png file")
     own, flags = parser.parse_known_args(argv)
-    if own.output is not None and own.output.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--output {own.output} has to end in .svg or .png")
     if own.output is not None:
+        if own.output.suffix not in (".svg", ".png"):
+            raise ConfigError(f"--output {own.output} has to end in .svg or .png")
         make_folder_of(own.output, "--output")
     if own.from_trace is not None:
         if flags or own.times or own.microbatches:
@@ -305,9 +270,7 @@ def main(argv: Sequence[str]) -> None:
 def _show_trace(path: Path, output: Path | None) -> None:
     comparison = Comparison(read_trace(path))
     print(describe_trace(comparison))
-    if output is None:
-        return
-    held = in_flight(*comparison.sizes())
+    held = in_flight(comparison.sizes)
     panels = [
         Panel(
             f"{name}: {1000 * timeline.seconds:,.1f} ms, idle {timeline.bubble_fraction:.1%}",
@@ -317,23 +280,27 @@ def _show_trace(path: Path, output: Path | None) -> None:
         )
         for name, timeline in comparison.rows()
     ]
-    write_picture(output, panels, comparison.trace.pipeline_size, "ms", 1000.0)
+    _draw(output, panels, comparison.sizes[1], "ms", 1000.0)
 
 
 def _show_plan(config: Config, own: argparse.Namespace) -> None:
     parallel = config.parallel
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     microbatches = own.microbatches or microbatches_of(config)[1]
-    name = runnable_schedule(parallel.pipeline_schedule, size, microbatches)
+    sizes = runnable_schedule(parallel.pipeline_schedule, size, microbatches), size, microbatches, chunks
     times = stage_times(own.times, size * chunks) if own.times else None
-    print(describe_schedule(name, size, microbatches, chunks, times))
-    if own.output is None:
-        return
-    timeline = played(name, size, microbatches, chunks, times)
-    title = f"{headline(name, size, microbatches, chunks)}, idle {timeline.bubble_fraction:.1%}"
-    panel = Panel(title, timeline, in_flight(name, size, microbatches, chunks))
-    unit = "units of --times" if times else "forwards of a chunk"
-    write_picture(own.output, [panel], size, unit, 1.0)
+    timeline = played(sizes, times)
+    unit = max(min(times.forward), timeline.seconds / MOST_CELLS) if times else 1.0
+    print(describe_schedule(sizes, timeline, unit))
+    title = f"{headline(sizes)}, idle {timeline.bubble_fraction:.1%}"
+    unit_words = "units of --times" if times else "forwards of a chunk"
+    _draw(own.output, [Panel(title, timeline, in_flight(sizes))], size, unit_words)
+
+
+def _draw(path: Path | None, panels: Sequence[Panel], size: int, unit: str, scale: float = 1.0) -> None:
+    if path is not None:
+        write_picture(path, draw(panels, size, unit, scale))
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":

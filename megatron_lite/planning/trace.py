@@ -1,14 +1,14 @@
 """The file of --timeline: when each action of a run's pipeline ran. Imports no torch.
 
-One JSON object. `pipeline` and `stages` say the layout, `config` all flags; `passes` holds for each recorded pass of
-the pipeline (a step is one, or several with --max-microbatches-per-step) the rows [kind, stage, microbatch, start, end]
+One JSON object. `stages` says what each stage holds, `config` all flags; `passes` holds for each recorded pass of the
+pipeline (a step is one, or several with --max-microbatches-per-step) the rows [kind, stage, microbatch, start, end]
 of every rank, in the order they ran, in seconds from the start of the step.
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,27 +43,18 @@ class Trace:
     passes: tuple[RecordedPass, ...]
 
     @property
-    def pipeline_size(self) -> int:
-        """Ranks of the pipeline."""
-        return self.config.parallel.pipeline_model_parallel_size
-
-    @property
-    def chunks(self) -> int:
-        """Stages a rank."""
-        return self.config.parallel.num_virtual_stages_per_pipeline_rank
-
-    @property
     def typical(self) -> RecordedPass:
         """Of the passes with most microbatches, the one of median length (the shorter of the middle two)."""
         most = max(one.microbatches for one in self.passes)
-        passes = sorted(
-            (one for one in self.passes if one.microbatches == most), key=lambda one: one.timeline.seconds
-        )
-        return passes[(len(passes) - 1) // 2]
+        longest = [one for one in self.passes if one.microbatches == most]
+        return sorted(longest, key=lambda one: one.timeline.seconds)[(len(longest) - 1) // 2]
 
-    def schedule_of(self, one: RecordedPass) -> str:
-        """The schedule that this pass ran."""
-        return runnable_schedule(self.config.parallel.pipeline_schedule, self.pipeline_size, one.microbatches)
+    def sizes(self, one: RecordedPass) -> tuple[str, int, int, int]:
+        """The schedule that a pass ran, pipeline ranks, microbatches, chunks a rank."""
+        parallel = self.config.parallel
+        size = parallel.pipeline_model_parallel_size
+        name = runnable_schedule(parallel.pipeline_schedule, size, one.microbatches)
+        return name, size, one.microbatches, parallel.num_virtual_stages_per_pipeline_rank
 
 
 @dataclass(frozen=True)
@@ -85,15 +76,11 @@ class MeasuredTimes:
 
 def measured_times(trace: Trace) -> MeasuredTimes:
     """The median over the microbatches of all passes: one disturbed action moves it little."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for one in trace.passes:
-        for events in one.timeline.events:
-            for event in events:
-                if event.action.kind != "R":
-                    found.setdefault((event.action.kind, event.action.stage), []).append(
-                        event.end - event.start
-                    )
-    return MeasuredTimes({key: median(values) for key, values in found.items()})
+    lengths: dict[tuple[str, int], list[float]] = {}
+    for event in (e for one in trace.passes for rank in one.timeline.events for e in rank):
+        if event.action.kind != "R":
+            lengths.setdefault((event.action.kind, event.action.stage), []).append(event.end - event.start)
+    return MeasuredTimes({key: median(values) for key, values in lengths.items()})
 
 
 Row = Sequence[Any]  # kind, stage, microbatch, start, end
@@ -125,13 +112,10 @@ def _passes(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _recorded(iteration: int, ranks: Sequence[Sequence[Row]]) -> RecordedPass:
     events = tuple(
-        tuple(
-            Event(Action(stage, kind, microbatch), start, end) for kind, stage, microbatch, start, end in rows
-        )
+        tuple(Event(Action(stage, kind, number), start, end) for kind, stage, number, start, end in rows)
         for rows in ranks
     )
-    count = 1 + max(event.action.microbatch for event in events[0])
-    return RecordedPass(iteration, count, Timeline(events))
+    return RecordedPass(iteration, 1 + max(event.action.microbatch for event in events[0]), Timeline(events))
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -139,21 +123,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     content = {
         "format": FORMAT,
         "device": trace.device,
-        "pipeline": {
-            "schedule": trace.config.parallel.pipeline_schedule,
-            "size": trace.pipeline_size,
-            "chunks": trace.chunks,
-        },
-        "stages": [
-            {
-                "stage": plan.stage,
-                "rank": plan.rank,
-                "layers": list(plan.layers),
-                "embedding": plan.has_embedding,
-                "head": plan.has_lm_head,
-            }
-            for plan in trace.plans
-        ],
+        "stages": [asdict(plan) for plan in trace.plans],
         "passes": [
             {
                 "iteration": one.iteration,
@@ -169,14 +139,8 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def _row(event: Event) -> list[Any]:
-    action = event.action
-    return [
-        action.kind,
-        action.stage,
-        action.microbatch,
-        round(event.start, _DIGITS),
-        round(event.end, _DIGITS),
-    ]
+    stage, kind, microbatch, _ = event.action
+    return [kind, stage, microbatch, round(event.start, _DIGITS), round(event.end, _DIGITS)]
 
 
 def read_trace(path: Path) -> Trace:
@@ -198,9 +162,7 @@ def read_trace(path: Path) -> Trace:
     try:
         config = Config.from_dict(content["config"])
         plans = tuple(plan_from_config(config))
-        passes = tuple(
-            _recorded(one["iteration"], _checked(one["ranks"], plans)) for one in content["passes"]
-        )
+        passes = tuple(_recorded(p["iteration"], _checked(p["ranks"], plans)) for p in content["passes"])
         if not passes:
             raise ValueError("no passes")
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from megatron_lite.config import ConfigError
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.planning.trace import trace_of, write_trace
 from tests.parity import make_config
-from tools.show_schedule import Comparison, describe_schedule, describe_trace, main, stage_times
+from tools.show_schedule import Comparison, describe_schedule, describe_trace, main, played, stage_times
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = shlex.split("""
@@ -25,20 +25,24 @@ FLAGS = shlex.split("""
 """)
 
 
+def text_of(*sizes):
+    return describe_schedule(sizes, played(sizes))
+
+
 def test_1f1b_by_hand():
-    lines = describe_schedule("1f1b", 2, 2, 1).splitlines()
+    lines = text_of("1f1b", 2, 2, 1).splitlines()
     assert lines[1:3] == ["rank 0  a0 a1 .. .. A0 A0 .. A1 A1", "rank 1  .. a0 A0 A0 a1 A1 A1 .. .."]
     assert lines[3].startswith("idle 33.3%;") and lines[3].endswith("2, 1")
 
 
 def test_split_backwards_and_chunks_have_their_signs():
-    text = describe_schedule("zbv", 2, 4, 2)
+    text = text_of("zbv", 2, 4, 2)
     assert all(sign in text for sign in ("a0", "b0", "A3", "B3", "w3"))
 
 
 def test_what_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="--pipeline-schedule 1f1b"):
-        describe_schedule("1f1b", 4, 2, 1)
+        played(("1f1b", 4, 2, 1))
 
 
 def test_the_command():
@@ -128,7 +132,7 @@ def trace_with_a_heavy_head(schedule="1f1b", chunks=1, layers="Ett|tt|tt|ttL", h
 def test_a_trace_names_the_slowest_stage_and_proposes_a_flag_that_is_faster():
     trace, timeline = trace_with_a_heavy_head()
     text = describe_trace(Comparison(trace))
-    assert f"measured, step 5                      {1100 * timeline.seconds:10.2f} ms" in text
+    assert f"measured, step 5                        {1100 * timeline.seconds:10.2f} ms" in text
     assert "slowest: stage 3 on rank 3 (layers 6-7, head), 2.00 times the mean stage" in text
     assert "one layer 33.00 ms a microbatch, embedding 0.00 ms, head 132.00 ms" in text
     flag = next(line for line in text.splitlines() if "--pipeline-model-parallel-layout" in line)
@@ -159,7 +163,7 @@ def test_a_trace_is_drawn_beside_the_ideal(tmp_path, capsys):
     picture = (tmp_path / "t.svg").read_text()
     for words in (
         "measured, step 5",
-        "played with the measured stage times",
+        "simulated with the measured stage times",
         "ideal: the same work",
         "slowest: stage 3",
     ):
