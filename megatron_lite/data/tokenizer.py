@@ -13,11 +13,9 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import sentencepiece
 import tiktoken
 import tokenizers
@@ -26,7 +24,7 @@ from megatron_lite.config import ConfigError, DataConfig, ModelConfig
 from megatron_lite.config.declare import flag_name
 from megatron_lite.data.tiktoken_file import read_tiktoken
 from megatron_lite.data.unicode_text import check_unicode
-from megatron_lite.data.words import WordEncoder, word_encoder
+from megatron_lite.data.words import Ids, WordEncoder, encode_whole, flatten, word_encoder
 from megatron_lite.files.command_line import number
 from megatron_lite.files.foreign_files import foreign_content, foreign_file
 
@@ -51,6 +49,12 @@ TIKTOKEN_MAX_VOCAB = 2**17
 # Where a tokenizer.json stands alone, nothing in it says which token ends a document.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
 
+SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
+OTHER_TYPES = {
+    "tokenizer.model": "; use --tokenizer-type SentencePieceTokenizer with its tokenizer.model",
+    "merges.txt": "; use --tokenizer-type GPT2BPETokenizer with its vocab.json and merges.txt",
+}
+
 
 class Tokenizer:
     """What every family offers.
@@ -63,11 +67,22 @@ class Tokenizer:
         fingerprint: hash of everything that decides the ids; two tokenizers with one fingerprint agree.
     """
 
-    name: str
-    vocab_size: int
-    eod: int
-    special_ids: dict[str, int]
-    fingerprint: str
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        special_ids: dict[str, int],
+        content: Sequence[str | bytes],
+        files: Sequence[Path] = (),
+    ) -> None:
+        self.name, self.vocab_size, self.special_ids = name, vocab_size, special_ids
+        self.eod = special_ids["eos"]
+        self._files = tuple(files)
+        digest = hashlib.sha256()
+        for part in content:
+            part = part.encode() if isinstance(part, str) else part
+            digest.update(len(part).to_bytes(8, "little") + part)
+        self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without bos or eos. Raises ConfigError for a lone surrogate."""
@@ -79,21 +94,22 @@ class Tokenizer:
             check_unicode(text)
         return self._encode_batch(texts)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str]) -> Ids:
         """The same as one array of all ids, int32, and the number of ids of each text, int64."""
-        encoded = self.encode_batch(texts)
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
+        return flatten(self.encode_batch(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that `ids` spell."""
-        raise NotImplementedError
+        return self._decode([int(number) for number in ids])
 
     def files(self) -> tuple[Path, ...]:
         """The files that make this tokenizer: what a converter copies."""
-        raise NotImplementedError
+        return self._files
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
 
 
@@ -104,37 +120,33 @@ class SentencePieceTokenizer(Tokenizer):
     GPTSentencePieceTokenizer and Llama2Tokenizer end documents with the model's eos, and so do all three names here.
     """
 
-    def __init__(self, kind: str, path: Path) -> None:
-        self._path = path
-        self._processor = sentencepiece.SentencePieceProcessor()
+    def __init__(self, config: DataConfig, vocab_size: int | None) -> None:
+        path = _existing(config, "tokenizer_model", "a SentencePiece .model file")
         content = path.read_bytes()
+        self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
-            self.vocab_size = self._processor.GetPieceSize()
+            size = self._processor.GetPieceSize()
         except (RuntimeError, OSError):
-            self.vocab_size = 0
-        if self.vocab_size == 0:
+            size = 0
+        if size == 0:
             what = foreign_content(content[:512], binary=True)
-            raise ConfigError(f"--tokenizer-model '{path}' is not a SentencePiece model{what}") from None
-        found = {name: getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
-        self.special_ids = {name: number for name, number in found.items() if number >= 0}
-        if "eos" not in self.special_ids:
+            raise ConfigError(f"--tokenizer-model '{path}' is not a SentencePiece model{what}")
+        numbers = {name: getattr(self._processor, f"{name}_id")() for name in SPECIAL_NAMES}
+        special_ids = {name: number for name, number in numbers.items() if number >= 0}
+        if "eos" not in special_ids:
             raise ConfigError(
                 f"--tokenizer-model '{path}' has no end-of-sentence piece, wanted one to end documents"
             )
-        self.name = f"{kind} {path.name}"
-        self.eod = self.special_ids["eos"]
-        self.fingerprint = _hash("sentencepiece", content)
+        name = f"{config.tokenizer_type} {path.name}"
+        super().__init__(name, size, special_ids, ("sentencepiece", content), (path,))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # One thread: the callers run one process per core.
         return self._processor.Encode(list(texts), out_type=int, num_threads=1) if texts else []
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.Decode([int(number) for number in ids])
-
-    def files(self) -> tuple[Path, ...]:
-        return (self._path,)
+    def _decode(self, ids: list[int]) -> str:
+        return self._processor.Decode(ids)
 
 
 class FastTokenizer(Tokenizer):
@@ -144,20 +156,16 @@ class FastTokenizer(Tokenizer):
         self, name: str, core: tokenizers.Tokenizer, special: dict[str, str], files: Sequence[Path]
     ) -> None:
         """`special` gives the text of the tokens among bos, eos, unk and pad; eos must be there."""
-        self.core, self._files = core, tuple(files)
+        self.core = core
         vocabulary = core.get_vocab(with_added_tokens=True)
-        self.name = name
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.special_ids = {key: vocabulary[text] for key, text in special.items() if text in vocabulary}
-        self.eod = self.special_ids["eos"]
+        special_ids = {key: vocabulary[text] for key, text in special.items() if text in vocabulary}
         core.no_padding()
         core.no_truncation()
         core.encode_special_tokens = True  # text that spells a special token stays text
-        self.fingerprint = _hash(
-            "tokenizers", core.to_str().encode(), str(sorted(self.special_ids.items())).encode()
-        )
+        content = ("tokenizers", core.to_str(), str(sorted(special_ids.items())))
+        super().__init__(name, max(vocabulary.values(), default=-1) + 1, special_ids, content, files)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str]) -> Ids:
         if self._words is None:
             return super().encode_flat(texts)
         for text in texts:
@@ -169,25 +177,18 @@ class FastTokenizer(Tokenizer):
         return word_encoder(self.core)
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            encoding.ids for encoding in self.core.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        return encode_whole(self.core, texts)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.core.decode([int(number) for number in ids], skip_special_tokens=False)
-
-    def files(self) -> tuple[Path, ...]:
-        return self._files
+    def _decode(self, ids: list[int]) -> str:
+        return self.core.decode(ids, skip_special_tokens=False)
 
 
 class TikTokenTokenizer(Tokenizer):
-    """Megatron's TikTokenizer: ids 0 .. num_special_tokens-1 are special, the file's tokens follow by rank.
+    """Megatron's TikTokenizer: ids 0 .. num_special_tokens-1 are special, the file's tokens follow by rank."""
 
-    The file is Megatron's JSON list of {rank, token_bytes (base64), token_str}, or tiktoken's own lines
-    "BASE64 RANK".
-    """
-
-    def __init__(self, path: Path, pattern: str, num_special: int, vocab_size: int | None) -> None:
+    def __init__(self, config: DataConfig, vocab_size: int | None) -> None:
+        path = _existing(config, "tokenizer_model", "a tiktoken vocabulary file")
+        num_special = config.tiktoken_num_special_tokens
         size = vocab_size or TIKTOKEN_MAX_VOCAB
         special = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
         if not 3 <= num_special < size:
@@ -198,32 +199,28 @@ class TikTokenTokenizer(Tokenizer):
         special = special[:num_special] + [f"<SPECIAL_{i}>" for i in range(len(special), num_special)]
         content = path.read_bytes()
         tokens = read_tiktoken(path, content)[: size - num_special]
-        if vocab_size is not None and len(tokens) + num_special < vocab_size:
+        size = len(tokens) + num_special
+        if vocab_size is not None and size < vocab_size:
             raise ConfigError(
                 f"--vocab-size is {vocab_size:,}, but --tokenizer-model '{path}' has {len(tokens):,} tokens and "
                 f"--tiktoken-num-special-tokens adds {num_special:,}"
             )
-        self._path, self.num_special, self.pattern = path, num_special, TIKTOKEN_PATTERNS[pattern]
+        pattern = config.tiktoken_pattern or "v2"
+        self.num_special, self.pattern = num_special, TIKTOKEN_PATTERNS[pattern]
         self.encoding = tiktoken.Encoding(
             name=path.stem,
-            pat_str=TIKTOKEN_PATTERNS[pattern],
+            pat_str=self.pattern,
             mergeable_ranks={token: rank + num_special for rank, token in enumerate(tokens)},
             special_tokens={text: number for number, text in enumerate(special)},
         )
-        self.name = f"TikTokenizer {path.name}"
-        self.vocab_size = len(tokens) + num_special
-        self.special_ids = {"unk": 0, "bos": 1, "eos": 2}
-        self.eod = 2
-        self.fingerprint = _hash("tiktoken", content, f"{pattern} {num_special} {self.vocab_size}".encode())
+        parts = ("tiktoken", content, f"{pattern} {num_special} {size}")
+        super().__init__(f"TikTokenizer {path.name}", size, {"unk": 0, "bos": 1, "eos": 2}, parts, (path,))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encoding.encode_ordinary(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.encoding.decode([int(number) for number in ids])
-
-    def files(self) -> tuple[Path, ...]:
-        return (self._path,)
+    def _decode(self, ids: list[int]) -> str:
+        return self.encoding.decode(ids)
 
 
 class NullTokenizer(Tokenizer):
@@ -233,13 +230,14 @@ class NullTokenizer(Tokenizer):
     other text gives its code points modulo the size (Megatron-core since).
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.name = f"NullTokenizer {size}"
-        self.vocab_size = size + 1
-        self.eod = size
-        self.special_ids = {"eos": size}
-        self.fingerprint = _hash("null", str(size).encode())
+    def __init__(self, config: DataConfig, vocab_size: int | None) -> None:
+        if vocab_size is None:
+            raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
+        self._size = vocab_size
+        special_ids = {"eos": vocab_size}
+        super().__init__(
+            f"NullTokenizer {vocab_size}", vocab_size + 1, special_ids, ("null", str(vocab_size))
+        )
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encode(text) for text in texts]
@@ -255,11 +253,8 @@ class NullTokenizer(Tokenizer):
             )
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(str(int(number)) for number in ids)
-
-    def files(self) -> tuple[Path, ...]:
-        return ()
+    def _decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 def build_tokenizer(config: DataConfig, vocab_size: int | None = None) -> Tokenizer:
@@ -313,54 +308,32 @@ def tokenizer_config(arguments: Any) -> DataConfig:
     return DataConfig(**{name: getattr(arguments, name) for name in TOKENIZER_FLAGS})
 
 
-def _hash(*parts: str | bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        content = part.encode() if isinstance(part, str) else part
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return digest.hexdigest()
-
-
-def _existing(flag: str, value: str | None, wanted: str, kind: str, folder: bool = False) -> Path:
+def _existing(config: DataConfig, name: str, wanted: str, folder: bool = False) -> Path:
+    flag, value = flag_name(name), getattr(config, name)
     if not value:
-        raise ConfigError(f"--tokenizer-type {kind} needs {flag}: {wanted}")
+        raise ConfigError(f"--tokenizer-type {config.tokenizer_type} needs {flag}: {wanted}")
     path = Path(value)
     if not (path.is_file() or (folder and path.is_dir())):
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{flag} '{value}' {found}, wanted {wanted}")
+        seen = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{flag} '{value}' {seen}, wanted {wanted}")
     return path
-
-
-def _sentencepiece(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-    kind = str(config.tokenizer_type)
-    path = _existing("--tokenizer-model", config.tokenizer_model, "a SentencePiece .model file", kind)
-    return SentencePieceTokenizer(kind, path)
 
 
 def _hugging_face(config: DataConfig, vocab_size: int | None) -> Tokenizer:
     wanted = "a local folder with tokenizer.json, or that file"
-    path = _existing("--tokenizer-model", config.tokenizer_model, wanted, "HuggingFaceTokenizer", folder=True)
+    path = _existing(config, "tokenizer_model", wanted, folder=True)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        if (path / "tokenizer.model").is_file():
-            other = "; use --tokenizer-type SentencePieceTokenizer with its tokenizer.model"
-        elif (path / "merges.txt").is_file():
-            other = "; use --tokenizer-type GPT2BPETokenizer with its vocab.json and merges.txt"
-        else:
-            other = ""
+        other = next((hint for name, hint in OTHER_TYPES.items() if (path / name).is_file()), "")
         raise ConfigError(f"--tokenizer-model '{path}' has no tokenizer.json{other}")
     core = _load_fast(file, lambda: tokenizers.Tokenizer.from_file(str(file)), "a tokenizer.json")
-    special = _special_texts(file.parent, core)
+    special, settings = _special_texts(file.parent, core), file.parent / "tokenizer_config.json"
     if "eos" not in special:
         raise ConfigError(
-            f"--tokenizer-model '{path}' does not say which token ends a text, wanted eos_token in "
-            f"'{file.parent / 'tokenizer_config.json'}'"
+            f"--tokenizer-model '{path}' does not say which token ends a text, wanted eos_token in '{settings}'"
         )
     if core.token_to_id(special["eos"]) is None:
-        raise ConfigError(
-            f"'{file.parent / 'tokenizer_config.json'}' names eos_token '{special['eos']}', which is no token of "
-            f"'{file}'"
-        )
+        raise ConfigError(f"'{settings}' names eos_token '{special['eos']}', which is no token of '{file}'")
     core.add_special_tokens([special["eos"]])  # so that text never becomes it, even if the file forgot to say
     beside = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
     files = [file, *(file.parent / name for name in beside if (file.parent / name).is_file())]
@@ -368,7 +341,7 @@ def _hugging_face(config: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def _special_texts(folder: Path, core: tokenizers.Tokenizer) -> dict[str, str]:
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             content = json.loads((folder / name).read_text("utf-8"))
@@ -376,21 +349,21 @@ def _special_texts(folder: Path, core: tokenizers.Tokenizer) -> dict[str, str]:
             continue
         except ValueError:
             raise ConfigError(f"'{folder / name}' is not valid JSON{foreign_file(folder / name)}") from None
-        for key in ("bos", "eos", "unk", "pad"):
+        for key in SPECIAL_NAMES:
             value = content.get(f"{key}_token") if isinstance(content, dict) else None
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
-                found[key] = text
-    if "eos" not in found:
+                texts[key] = text
+    if "eos" not in texts:
         known = [name for name in END_OF_TEXT_NAMES if core.token_to_id(name) is not None]
         if len(known) == 1:
-            found["eos"] = known[0]
-    return found
+            texts["eos"] = known[0]
+    return texts
 
 
 def _gpt2(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-    vocab = _existing("--vocab-file", config.vocab_file, "GPT-2's vocab.json", "GPT2BPETokenizer")
-    merges = _existing("--merge-file", config.merge_file, "GPT-2's merges.txt", "GPT2BPETokenizer")
+    vocab = _existing(config, "vocab_file", "GPT-2's vocab.json")
+    merges = _existing(config, "merge_file", "GPT-2's merges.txt")
     model = _load_fast(
         vocab,
         lambda: tokenizers.models.BPE.from_file(str(vocab), str(merges)),
@@ -418,26 +391,12 @@ def _load_fast(path: Path, load: Callable[[], Any], wanted: str, beside: Sequenc
         ) from None
 
 
-def _tiktoken(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-    path = _existing(
-        "--tokenizer-model", config.tokenizer_model, "a tiktoken vocabulary file", "TikTokenizer"
-    )
-    pattern = config.tiktoken_pattern or "v2"
-    return TikTokenTokenizer(path, pattern, config.tiktoken_num_special_tokens, vocab_size)
-
-
-def _null(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-    if vocab_size is None:
-        raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
-    return NullTokenizer(vocab_size)
-
-
 BUILDERS: dict[str, Callable[[DataConfig, int | None], Tokenizer]] = {
-    "SentencePieceTokenizer": _sentencepiece,
-    "GPTSentencePieceTokenizer": _sentencepiece,
-    "Llama2Tokenizer": _sentencepiece,
+    "SentencePieceTokenizer": SentencePieceTokenizer,
+    "GPTSentencePieceTokenizer": SentencePieceTokenizer,
+    "Llama2Tokenizer": SentencePieceTokenizer,
     "HuggingFaceTokenizer": _hugging_face,
     "GPT2BPETokenizer": _gpt2,
-    "TikTokenizer": _tiktoken,
-    "NullTokenizer": _null,
+    "TikTokenizer": TikTokenTokenizer,
+    "NullTokenizer": NullTokenizer,
 }

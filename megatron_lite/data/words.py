@@ -6,7 +6,7 @@ becomes of a word does not depend on its neighbours. The library cuts and encode
 many bytes a second, and the same ids.
 
 Two engines have to agree on the expression. Character classes are therefore not taken from Python's Unicode tables:
-the library's engine is asked for each class which characters it holds. What comes out is held against the library on
+the library's engine is asked for each class which characters it holds. The result is compared with the library on
 made-up texts that mix all kinds of characters; where anything differs, or anything in a tokenizer is not known here,
 the library encodes whole texts as before.
 """
@@ -15,7 +15,7 @@ import json
 import random
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, groupby, islice
 from typing import Any
@@ -35,13 +35,23 @@ _LONG_TEXT = 1 << 20  # characters; longer ones go piece by piece
 # them up costs more than it saves: the next batches go to the library whole, then it is tried again.
 _NEW_SHARE, _LARGE_BATCH, _LEFT_OUT = 0.5, 1 << 16, 15
 _PIECE = 1 << 16  # words of a long text at a time, words the library is given at a time
-# An expression each for texts of ASCII, of Unicode's first plane, of its first two (where emoji are). The classes of
-# all seventeen would take seconds to list.
-_ASCII, _PLANE, _PLANES = 0x80, 0x10000, 0x20000
+# Texts of Unicode's first plane are ours. For classes that reach beyond, `re` is slower than the library.
+_LIMIT = 0x10000
 # Case-insensitively these equal ASCII letters; not all engines think so.
 _FOLDED = "\u017f\u212a"
 
-Ids = tuple[np.ndarray, np.ndarray]
+Ids = tuple[np.ndarray, np.ndarray]  # all ids, int32; the number of ids of each text, int64
+
+
+def encode_whole(core: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The library's own ids of each text."""
+    return [encoding.ids for encoding in core.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def flatten(encoded: Sequence[Sequence[int]]) -> Ids:
+    """Lists of ids as one array, int32 [sum of lengths], and their lengths, int64 [texts]."""
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
 
 
 class _Numbers(dict):
@@ -61,26 +71,17 @@ class WordEncoder:
     """Encodes by looking words up. Make one with `word_encoder`.
 
     Args:
-        core: what encodes new words, and texts that are not for us.
-        pattern: the expression that `core` cuts by, in the library's syntax.
-        ascii_only: `core` may change other characters before it cuts.
-        foreign: texts that hold one of these are not for us.
+        core: what encodes new words, and texts that are not ours.
+        expression: cuts a text as `core` does.
+        is_ours: whether a text can be cut by it.
     """
 
     def __init__(
-        self, core: tokenizers.Tokenizer, pattern: str, ascii_only: bool, foreign: Sequence[str]
+        self, core: tokenizers.Tokenizer, expression: re.Pattern[str], is_ours: Callable[[str], bool]
     ) -> None:
-        self._core, self._foreign = core, tuple(foreign)
+        self._core, self._expression, self._is_ours = core, expression, is_ours
         self._left_out = 0  # so many batches still go to the library whole
-        self._case_folds = "(?i" in pattern
-        self._pattern, self._ascii_only = pattern, ascii_only
-        self._expressions: dict[int, re.Pattern[str] | None] = {}  # by limit, made when they are needed
         self._forget()
-
-    @property
-    def is_useful(self) -> bool:
-        """Whether the engines agree at least on ASCII."""
-        return self._expression(_ASCII) is not None
 
     def encode(self, texts: Sequence[str]) -> Ids:
         """Ids of all texts, one after the other, int32 [sum of lengths]; lengths, int64 [texts]."""
@@ -88,51 +89,36 @@ class WordEncoder:
         for is_long, run in groupby(texts, lambda text: len(text) > _LONG_TEXT):
             group = list(run)
             parts += map(self._encode_long, group) if is_long else [self._encode_short(group)]
-        if not parts:
-            return np.empty(0, np.int32), np.empty(0, np.int64)
         if len(parts) == 1:
             return parts[0]  # a copy of a long text's ids would be the most that is held at a time
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
+        return tuple(map(np.concatenate, zip(*parts))) if parts else flatten([])
 
     def _encode_short(self, texts: Sequence[str]) -> Ids:
         if self._left_out:
             self._left_out -= 1
-            return self._by_library(texts)
+            return flatten(encode_whole(self._core, texts))
         self._forget_if_full()
         before, size = self._characters, sum(map(len, texts))
         words = [self._numbers_of(text) for text in texts]
         self._learn()
         if size >= _LARGE_BATCH and self._characters - before > _NEW_SHARE * size:
             self._left_out = _LEFT_OUT
-        # What no alternative of the expression matches would be lost: the library cuts it out as a word of its own.
-        lengths = np.frombuffer(self._lengths, np.int64)
-        for place, (text, numbers) in enumerate(zip(texts, words)):
-            if int(lengths[numbers].sum()) != len(text):
-                words[place] = np.array([self._numbers[text]], np.int32)
-        del lengths
-        self._learn()
         counts = np.diff(np.frombuffer(self._ends, np.int64))
         totals = np.array([counts[numbers].sum() for numbers in words], np.int64)
         return self._ids_of(np.concatenate(words)), totals
 
-    def _by_library(self, texts: Sequence[str]) -> Ids:
-        encoded = [e.ids for e in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
-
     def _encode_long(self, text: str) -> Ids:
         """Some ten thousand words at a time: neither the words nor what is known of them need fit in memory."""
-        expression = self._expression_for(text)
-        found = (match[0] for match in expression.finditer(text)) if expression is not None else iter(())
+        matches = (match[0] for match in self._expression.finditer(text)) if self._is_ours(text) else iter(())
         ids, covered = array("i"), 0  # grows without a second copy of it
-        while piece := list(islice(found, _PIECE)):
+        while words := list(islice(matches, _PIECE)):
             self._forget_if_full()
-            numbers = np.fromiter(map(self._numbers.__getitem__, piece), np.int32, len(piece))
+            numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int32, len(words))
             self._learn()
             ids.frombytes(self._ids_of(numbers).view(np.uint8))
-            covered += sum(map(len, piece))
+            covered += sum(map(len, words))
         if covered != len(text):
-            return self._by_library([text])
+            return flatten(encode_whole(self._core, [text]))
         return np.frombuffer(ids, np.int32), np.array([len(ids)], np.int64)
 
     def _forget_if_full(self) -> None:
@@ -143,54 +129,34 @@ class WordEncoder:
         self._numbers = _Numbers()
         self._ids = array("i")  # of all words, in the order of their numbers
         self._ends = array("q", [0])  # where each word's ids end
-        self._lengths = array("q")  # in characters
         self._characters = 0
 
     def _numbers_of(self, text: str) -> np.ndarray:  # int32 [words]
-        """A text as numbers of words; one that is not for us is one word."""
-        expression = self._expression_for(text)
-        if expression is None:
-            return np.array([self._numbers[text]], np.int32)
-        found = expression.findall(text)
-        return np.fromiter(map(self._numbers.__getitem__, found), np.int32, len(found))
-
-    def _expression_for(self, text: str) -> re.Pattern[str] | None:
-        if any(part in text for part in self._foreign):
-            return None
-        if text.isascii():
-            return self._expression(_ASCII)
-        if self._ascii_only or (self._case_folds and any(character in text for character in _FOLDED)):
-            return None
-        if len(text.encode("utf-16-le")) == 2 * len(text):  # characters beyond the first plane take two units
-            return self._expression(_PLANE)
-        return self._expression(_PLANES) if ord(max(text)) < _PLANES else None
-
-    def _expression(self, limit: int) -> re.Pattern[str] | None:
-        if limit not in self._expressions:
-            self._expressions[limit] = checked_expression(self._core, self._pattern, limit)
-        return self._expressions[limit]
+        """A text as numbers of words; one that is not ours is one word."""
+        words = self._expression.findall(text) if self._is_ours(text) else [text]
+        # What no alternative of the expression matches would be lost: the library cuts it out as a word of its own.
+        if len("".join(words)) != len(text):
+            words = [text]
+        return np.fromiter(map(self._numbers.__getitem__, words), np.int32, len(words))
 
     def _learn(self) -> None:
         """Have the library encode the words that are new."""
         new, self._numbers.new = self._numbers.new, []
         for first in range(0, len(new), _PIECE):
-            piece = new[first : first + _PIECE]
-            encoded = [e.ids for e in self._core.encode_batch_fast(piece, add_special_tokens=False)]
-            self._ids.extend(chain.from_iterable(encoded))
-            counts = np.fromiter(map(len, encoded), np.int64, len(encoded))
-            self._ends.frombytes((self._ends[-1] + np.cumsum(counts)).tobytes())
-            self._lengths.extend(map(len, piece))
+            ids, counts = flatten(encode_whole(self._core, new[first : first + _PIECE]))
+            self._ids.frombytes(ids.view(np.uint8))
+            self._ends.frombytes((self._ends[-1] + np.cumsum(counts)).view(np.uint8))
         self._characters += sum(map(len, new))
 
     def _ids_of(self, numbers: np.ndarray) -> np.ndarray:  # int32 [ids]
         """The ids of words, one after the other."""
         ids, ends = np.frombuffer(self._ids, np.int32), np.frombuffer(self._ends, np.int64)
         stops = ends[numbers + 1]
-        taken = stops - ends[numbers]
+        counts = stops - ends[numbers]
         # Place i of the result reads behind its word's begin as far as it lies behind the word's first place.
-        places = np.cumsum(taken)
+        places = np.cumsum(counts)
         total = int(places[-1]) if len(places) else 0
-        return ids[np.arange(total) + np.repeat(stops - places, taken)]
+        return ids[np.arange(total) + np.repeat(stops - places, counts)]
 
 
 def word_encoder(core: tokenizers.Tokenizer) -> WordEncoder | None:
@@ -198,14 +164,21 @@ def word_encoder(core: tokenizers.Tokenizer) -> WordEncoder | None:
     described = json.loads(core.to_str())
     pattern = _pattern_of(described["pre_tokenizer"])
     normalizer = described["normalizer"]
-    foreign = [token["content"] for token in described["added_tokens"] if not token["special"]]
+    added = [token["content"] for token in described["added_tokens"] if not token["special"]]
     known_normalizer = normalizer is None or normalizer["type"] in _HARMLESS_FOR_ASCII
-    if pattern is None or not known_normalizer or len(foreign) > _MOST_ADDED_TOKENS:
+    if pattern is None or not known_normalizer or len(added) > _MOST_ADDED_TOKENS:
         return None
-    if described["model"].get("dropout"):
+    expression = None if described["model"].get("dropout") else checked_expression(core, pattern)
+    if expression is None:
         return None
-    encoder = WordEncoder(core, pattern, normalizer is not None, foreign)
-    return encoder if encoder.is_useful else None
+    foreign = [*added, *(_FOLDED if "(?i" in pattern else "")]
+
+    def is_ours(text: str) -> bool:
+        # Characters beyond the first plane take two units of UTF-16.
+        known = text.isascii() or (normalizer is None and len(text.encode("utf-16-le")) == 2 * len(text))
+        return known and not any(part in text for part in foreign)
+
+    return WordEncoder(core, expression, is_ours)
 
 
 def _pattern_of(pre_tokenizer: dict[str, Any] | None) -> str | None:
@@ -223,12 +196,12 @@ def _pattern_of(pre_tokenizer: dict[str, Any] | None) -> str | None:
     return split["pattern"].get("Regex") if plain else None
 
 
-def checked_expression(core: tokenizers.Tokenizer, pattern: str, limit: int) -> re.Pattern[str] | None:
-    """The expression for texts of characters below `limit`, None where it cuts a made-up text in another way."""
-    expression = translate(pattern, limit)
+def checked_expression(core: tokenizers.Tokenizer, pattern: str) -> re.Pattern[str] | None:
+    """The expression for Python's `re`, None where it cuts a made-up text in another way than `core`."""
+    expression = translate(pattern)
     if expression is None:
         return None
-    for text in _made_up_texts(limit, "(?i" in pattern):
+    for text in _made_up_texts("(?i" in pattern):
         cut = core.pre_tokenizer.pre_tokenize_str(text)
         words = [text[begin:end] for _, (begin, end) in cut]
         if expression.findall(text) != words or any(expression.findall(word) != [word] for word in words):
@@ -236,8 +209,8 @@ def checked_expression(core: tokenizers.Tokenizer, pattern: str, limit: int) -> 
     return expression
 
 
-def translate(pattern: str, limit: int) -> re.Pattern[str] | None:
-    """An expression of the library's engine (Oniguruma) for Python's `re`, for characters below `limit`.
+def translate(pattern: str) -> re.Pattern[str] | None:
+    """An expression of the library's engine (Oniguruma) for Python's `re`, for characters below _LIMIT.
 
     None where it holds anything but what is known to mean the same in both.
     """
@@ -249,12 +222,12 @@ def translate(pattern: str, limit: int) -> re.Pattern[str] | None:
         text, position = token[0], token.end()
         if token["members"]:
             negated = text[1] in "PSDW"
-            ranges = _members(_positive(text), limit)
             if in_class and negated:
                 return None
+            ranges = _members(text[0] + text[1].lower() + text[2:])
             out.append(ranges if in_class else f"[{'^' if negated else ''}{ranges}]")
             continue
-        if text in ("[", "[^") and in_class or text in ("&&", ".", "^", "$") and not in_class or text == "&&":
+        if text == "&&" or text in (("[", "[^") if in_class else (".", "^", "$")):
             return None  # classes within classes; anchors and the dot mean something else there
         in_class = text in ("[", "[^") or (in_class and text != "]")
         out.append(text)
@@ -272,71 +245,27 @@ _TOKEN = re.compile(
 )
 
 
-def _positive(members: str) -> str:
-    return members[0] + members[1].lower() + members[2:]
-
-
 @cache
-def _members(members: str, limit: int) -> str:
+def _members(members: str) -> str:
     """The characters of a class such as \\p{L} as ranges for a class of `re`, by the library's own engine."""
-    points = [*range(min(limit, 0xD800)), *range(0xE000, limit)]
+    points = [*range(0xD800), *range(0xE000, _LIMIT)]
     finder = pre_tokenizers.Split(Regex(members + "+"), "removed", invert=True)
-    ranges = []
-    for _, (begin, end) in finder.pre_tokenize_str("".join(map(chr, points))):
-        first, last = points[begin], points[end - 1]
-        # Ranges across the surrogates stay one: no text holds those.
-        ranges.append(f"\\U{first:08x}-\\U{last:08x}")
-    return "".join(ranges)
+    spans = [span for _, span in finder.pre_tokenize_str("".join(map(chr, points)))]
+    # Ranges across the surrogates stay one: no text holds those.
+    return "".join(f"\\U{points[begin]:08x}-\\U{points[end - 1]:08x}" for begin, end in spans)
 
 
-def _made_up_texts(limit: int, case_folds: bool) -> Iterable[str]:
+def _made_up_texts(case_folds: bool) -> Iterator[str]:
     """Texts that put characters of all kinds beside one another, the same ones each time."""
-    kinds = (
-        *("'", "'", " ", " ", "\n", "\r", "\t", "0", "7", "a", "Z", "s", "re", "LL", "ve", "'d", "'T"),
-        *("!", "/", "_", "-", '"', "\x0b", "\x0c", "\x1c", "\x1f", "\x00", "\x7f", "."),
-        *(
-            "\x85",
-            "\xa0",
-            "é",
-            "ß",
-            "²",
-            "ª",
-            "×",
-            "\u0301",
-            "\u0345",
-            "ǅ",
-            "א",
-            "ا",
-            "٣",
-            "क",
-            "ि",
-            "๓",
-            "ᛮ",
-            "Ⅷ",
-        ),
-        *(
-            "’",
-            "\u2028",
-            "\u200b",
-            "\u2003",
-            "\u3000",
-            "、",
-            "中",
-            "か",
-            "한",
-            "\ufeff",
-            "\ue000",
-            "\ufffd",
-            "\u0378",
-        ),
-        *("😀", "𝒜", "𝟘", "𐒠", "𠀀", "\U000e0001", "\U0010ffff", "🏽"),
-        *(() if case_folds else _FOLDED),
-    )
-    kinds = [kind for kind in kinds if all(ord(character) < limit for character in kind)]
-    chosen = random.Random(limit)
+    ascii_kinds = [*"'' !/_-\".07aZs\n\r\t\x0b\x0c\x1c\x1f\x00\x7f", "re", "LL", "ve", "'d", "'T"]
+    kinds = [
+        *ascii_kinds,
+        *"\x85\xa0éß²ª×\u0301\u0345ǅאا٣कि๓ᛮⅧ’\u2028\u200b\u2003\u3000、中か한\ufeff\ue000\ufffd\u0378",
+        *("" if case_folds else _FOLDED),
+    ]
+    chosen = random.Random(0)
     for length in (1, 2, 3, 5, 8, 13, 21, 34):
-        for _ in range(60):
-            yield "".join(chosen.choices(kinds, k=length))
-    yield from (
-        "".join(pair) for first in kinds for pair in ((first, "a"), ("a", first), (" ", first), (first, " "))
-    )
+        for of in 60 * [ascii_kinds] + 120 * [kinds]:
+            yield "".join(chosen.choices(of, k=length))
+    for kind in kinds:
+        yield from (f"{kind}a", f"a{kind}", f" {kind}", f"{kind} ")
