@@ -11,6 +11,7 @@ from megatron_lite.arithmetic.batch_size import parse_step_schedule
 from megatron_lite.arithmetic.partition import V_SCHEDULES
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
 from megatron_lite.config import CONCERNS, Config, ConfigError
+from megatron_lite.config.data import TOKENIZER_FLAGS
 from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
 
@@ -24,14 +25,6 @@ _TRAINING_ONLY = {
     "attention_backend",
     "cross_entropy_loss_fusion",
     "max_position_embeddings",
-}
-_TOKENIZER = {
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
 }
 
 
@@ -97,8 +90,8 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
     if "padded_vocab_size" not in given:
         ours["padded_vocab_size"] = None  # follows from the tensor parallel size at hand
     merged = replace(config, model=replace(kept.model, **ours))
-    if not _TOKENIZER & config.given:
-        merged = _with(merged, "data", **{name: getattr(kept.data, name) for name in _TOKENIZER})
+    if not config.given & set(TOKENIZER_FLAGS):
+        merged = _with(merged, "data", **{name: getattr(kept.data, name) for name in TOKENIZER_FLAGS})
     if null and kept.model.vocab_size and "vocab_size" not in given:
         merged = _with(merged, "model", vocab_size=kept.model.vocab_size - 1)
     return merged

@@ -1,4 +1,4 @@
-"""The vocabulary's true and padded size. Imports no torch."""
+"""The vocabulary's true and padded size, and the label that is none of its ids. Imports no torch."""
 
 import json
 from contextlib import suppress
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, ModelConfig
 
+IGNORED_LABEL = -100  # a label without loss; torch's cross entropy ignores it too
 # Vocabularies that the tokenizer's type alone tells.
 KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 

@@ -8,6 +8,7 @@ from megatron_lite.checkpoint.folder import Found, find_checkpoint
 from megatron_lite.checkpoint.manifest import CONFIG, TOKENIZER, parse_object
 from megatron_lite.checkpoint.storage import parent_of, storage_for
 from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.data import TOKENIZER_FILES, TOKENIZER_FLAGS
 
 StoredConfig = dict[str, dict[str, Any]]
 
@@ -45,17 +46,11 @@ _ORDER = {  # what decides which samples come next; a change repeats or skips so
         "reset_position_ids",
         "reset_attention_mask",
         "eod_mask_loss",
-        "tokenizer_type",
-        "tokenizer_model",
-        "vocab_file",
-        "merge_file",
-        "tiktoken_pattern",
-        "tiktoken_num_special_tokens",
+        *TOKENIZER_FLAGS,
     },
     "training": {"seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"},
 }
 # Paths: where both have the files, what is in them is compared instead.
-_TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
 _LISTED = ("model", "precision", "optimizer")
 # How the others are treated, not what they are.
 _UNTOLD = {"override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"}
@@ -114,7 +109,7 @@ def check_resumable(
     """
     differences = compare_configs(stored, config, weights_only)
     if same_tokenizer is not None:
-        differences = [d for d in differences if d.field not in _TOKENIZER_FILES]
+        differences = [d for d in differences if d.field not in TOKENIZER_FILES]
     if same_tokenizer is False:
         refusal = None if weights_only or config.data.allow_data_change else "data"
         kept, now = f"as in {found.path}/{TOKENIZER}", "of other content"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
 from megatron_lite.config import ConfigError
 
-IGNORED_LABEL = -100  # no loss here; torch's cross entropy ignores it too
 _PAD = -1  # no token: behind the end of a short last sample
 
 Batch = dict[str, np.ndarray]

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.config import ConfigError, DataConfig
+from megatron_lite.config.data import TOKENIZER_FILES
+from megatron_lite.config.declare import flag_name
 
 # The file that stands for the whole tokenizer where --tokenizer-model may also name a folder.
 FOLDER_MARK = "tokenizer.json"
-FILE_FLAGS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def stored_tokenizer_flags(data: DataConfig, folder: Path) -> DataConfig:
@@ -22,19 +23,19 @@ def stored_tokenizer_flags(data: DataConfig, folder: Path) -> DataConfig:
     """
     if data.tokenizer_type in (None, "NullTokenizer"):
         return data
-    found = {}
-    for flag in FILE_FLAGS:
-        named = getattr(data, flag)
+    copies = {}
+    for name in TOKENIZER_FILES:
+        named = getattr(data, name)
         if named is None:
             continue
         copy = folder / Path(named).name
         whole = folder / FOLDER_MARK
         if copy.is_file():
-            found[flag] = str(copy)
-        elif flag == "tokenizer_model" and data.tokenizer_type == "HuggingFaceTokenizer" and whole.is_file():
-            found[flag] = str(folder)
+            copies[name] = str(copy)
+        elif name == "tokenizer_model" and data.tokenizer_type == "HuggingFaceTokenizer" and whole.is_file():
+            copies[name] = str(folder)
         else:
             raise ConfigError(
-                f"{folder} lacks the copy of --{flag.replace('_', '-')} {named}, wanted the tokenizer of the run"
+                f"{folder} lacks the copy of {flag_name(name)} {named}, wanted the tokenizer of the run"
             )
-    return replace(data, **found)
+    return replace(data, **copies)

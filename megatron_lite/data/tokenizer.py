@@ -21,21 +21,13 @@ import tiktoken
 import tokenizers
 
 from megatron_lite.config import ConfigError, DataConfig, ModelConfig
+from megatron_lite.config.data import TOKENIZER_FLAGS
 from megatron_lite.config.declare import flag_name
 from megatron_lite.data.tiktoken_file import read_tiktoken
 from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import Ids, WordEncoder, encode_whole, flatten, word_encoder
 from megatron_lite.files.command_line import number
 from megatron_lite.files.foreign_files import foreign_content, foreign_file
-
-TOKENIZER_FLAGS = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-)
 
 # Megatron's two patterns (megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py); v2 is its default.
 TIKTOKEN_PATTERNS = {

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
 from megatron_lite.config import Config
 from megatron_lite.data.loader import Loader
-from megatron_lite.data.samples import IGNORED_LABEL
 from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.parallel.pipeline import Batch, Pipeline
 
