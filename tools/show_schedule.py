@@ -186,7 +186,7 @@ class Comparison:
         """A better split of the layers."""
         config = self.trace.config
         costs = model_costs(config.model, config.data.seq_length)
-        head_blocks = costs.head.flops / costs.block.flops
+        head_blocks = costs.head.flops * len(costs.layers) / sum(layer.flops for layer in costs.layers)
         return propose(*self.sizes, self.measured, self.counts, head_blocks)
 
 

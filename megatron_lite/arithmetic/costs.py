@@ -36,24 +36,27 @@ class ComponentCost:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of the embedding, of one transformer block and of the head (final norm and output projection).
+    """Costs of the embedding, of each transformer layer and of the head (final norm and output projection).
 
-    `shared_parameters` is the size of the matrix that embedding and head share when they are tied, else 0. It is
-    counted in `embedding`; a last stage that does not hold the embedding keeps a copy of it.
+    `layers` are by global layer number. `shared_parameters` is the size of the matrix that embedding and head share
+    when they are tied, else 0. It is counted in `embedding`; a last stage that does not hold the embedding keeps a
+    copy of it.
     """
 
     embedding: ComponentCost
-    block: ComponentCost
+    layers: tuple[ComponentCost, ...]
     head: ComponentCost
-    shared_parameters: int
+    shared_parameters: int = 0
 
-    def total_parameters(self, num_layers: int) -> int:
+    @property
+    def parameters(self) -> int:
         """Parameters of the whole model, a tied matrix counted once."""
-        return self.embedding.parameters + num_layers * self.block.parameters + self.head.parameters
+        return sum(part.parameters for part in (self.embedding, *self.layers, self.head))
 
-    def total_flops(self, num_layers: int) -> int:
+    @property
+    def flops(self) -> int:
         """Forward and backward FLOPs of the whole model for one sequence."""
-        return self.embedding.flops + num_layers * self.block.flops + self.head.flops
+        return sum(part.flops for part in (self.embedding, *self.layers, self.head))
 
 
 @lru_cache(maxsize=64)
@@ -69,21 +72,24 @@ def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     tied = not model.untie_embeddings_and_output_weights
-    query = model.num_attention_heads * model.kv_channels
-    matrices = block_matrix_parameters(model)
     return ModelCosts(
         embedding=ComponentCost((vocabulary + positions) * hidden, flops=0, split=vocabulary * hidden),
-        block=ComponentCost(
-            parameters=matrices + _block_vector_parameters(model),
-            flops=6 * seq_length * matrices + 6 * seq_length**2 * query,
-            split=matrices + _column_biases(model),
-        ),
+        layers=(_layer_cost(model, seq_length),) * model.num_layers,
         head=ComponentCost(
             parameters=_norm_parameters(model, hidden) + (0 if tied else vocabulary * hidden),
             flops=6 * seq_length * hidden * vocabulary,
             split=0 if tied else vocabulary * hidden,
         ),
         shared_parameters=vocabulary * hidden if tied else 0,
+    )
+
+
+def _layer_cost(model: ModelConfig, seq_length: int) -> ComponentCost:
+    query, matrices = model.num_attention_heads * model.kv_channels, block_matrix_parameters(model)
+    return ComponentCost(
+        parameters=matrices + _block_vector_parameters(model),
+        flops=6 * seq_length * matrices + 6 * seq_length**2 * query,
+        split=matrices + _column_biases(model),
     )
 
 

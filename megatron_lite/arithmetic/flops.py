@@ -43,8 +43,7 @@ def flops_per_step(config: Config, global_batch_size: int) -> int:
     6 B S (L (h (q + 2 kv) + q h + m h ffn) + h V) + 6 B S^2 L q: recomputed work is not counted, so the throughput
     made from it is of the model, not of the hardware. The padded vocabulary has to be known.
     """
-    costs = model_costs(config.model, config.data.seq_length)
-    return global_batch_size * costs.total_flops(config.model.num_layers)
+    return global_batch_size * model_costs(config.model, config.data.seq_length).flops
 
 
 def tflops_per_device(config: Config, global_batch_size: int, seconds: float) -> float:

@@ -7,9 +7,9 @@ r, r + pp, r + 2 pp, ...; zbv and dualpipev fold the pipeline into a V: rank r o
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_lite.arithmetic.costs import ModelCosts, model_costs
+from megatron_lite.arithmetic.costs import ComponentCost, ModelCosts, model_costs
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
-from megatron_lite.config import Config, ConfigError
+from megatron_lite.config import Config, ConfigError, refuse_together
 
 V_SCHEDULES = ("zbv", "dualpipev")
 
@@ -35,30 +35,6 @@ class StagePlan:
         return ", ".join(parts + (["head"] if self.has_lm_head else []))
 
 
-@dataclass(frozen=True)
-class StageWeights:
-    """Relative costs by which a split is balanced: compute first; memory (`*_parameters`) decides between equals."""
-
-    block: float = 1.0
-    embedding: float = 0.0
-    head: float = 0.0
-    block_parameters: float = 1.0
-    embedding_parameters: float = 0.0
-    head_parameters: float = 0.0
-
-    @staticmethod
-    def from_costs(costs: ModelCosts) -> "StageWeights":
-        """Weights from counted FLOPs and parameters."""
-        return StageWeights(
-            block=costs.block.flops,
-            embedding=costs.embedding.flops,
-            head=costs.head.flops,
-            block_parameters=costs.block.parameters,
-            embedding_parameters=costs.embedding.parameters,
-            head_parameters=costs.head.parameters + costs.shared_parameters,
-        )
-
-
 def placement_of(schedule: str) -> str:
     """How `schedule` places stages on ranks: 'loop' or 'v'."""
     return "v" if schedule in V_SCHEDULES else "loop"
@@ -77,99 +53,92 @@ def stages_of_rank(plans: list[StagePlan], rank: int) -> list[StagePlan]:
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same splits a hundred thousand times
+def unit_costs(layer: float = 1.0, embedding: float = 0.0, head: float = 0.0) -> ModelCosts:
+    """Costs of compute alone, to balance by: of one layer, of the embedding, of the head."""
+    return ModelCosts(ComponentCost(0, embedding), (ComponentCost(1, layer),), ComponentCost(0, head))
+
+
 def plan_stages(
     num_layers: int,
     pipeline_size: int,
     chunks_per_rank: int = 1,
     placement: str = "loop",
-    *,
-    first_layers: int | None = None,
-    last_layers: int | None = None,
-    account_for_embedding: bool = False,
-    account_for_loss: bool = False,
-    layers_per_stage: int | None = None,
-    layout: str | None = None,
-    weights: StageWeights | None = None,
+    costs: ModelCosts | None = None,
 ) -> list[StagePlan]:
     """Split `num_layers` into pipeline_size * chunks_per_rank stages of consecutive layers, in pipeline order.
 
-    The first argument that is given of these decides how many layers each stage gets:
-      layout: --pipeline-model-parallel-layout, the stages written out.
-      first_layers / last_layers: layers of the first / last rank (--decoder-first/last-pipeline-num-layers), divided
-        evenly over its chunks; the other ranks share the rest evenly.
-      account_for_embedding / account_for_loss: the embedding / the head counts as one layer
-        (--account-for-embedding/loss-in-pipeline-split), so that stage may be left without a layer.
-      layers_per_stage: exactly that many on every stage (--num-layers-per-virtual-pipeline-stage).
-      weights: the busiest rank's compute is as small as it can be, then its stages as even as they can be; between
-        equals the rank with fewer parameters takes the layer. Without weights, an even split.
+    The busiest rank's compute is as small as it can be, then its stages as even as they can be; between equals the
+    rank with fewer parameters takes the layer. Without costs, an even split.
 
     Raises:
-        ConfigError: when a stage would be left without layers or the numbers do not fit, naming flags and numbers.
+        ConfigError: a stage would be left without layers.
     """
-    stages = pipeline_size * chunks_per_rank
-    ranks = [rank_of_stage(stage, pipeline_size, placement) for stage in range(stages)]
-    uneven = first_layers is not None or last_layers is not None
-    account = account_for_embedding or account_for_loss
-    if layout is not None and (uneven or account):
-        raise ConfigError(
-            "--pipeline-model-parallel-layout says where every layer goes: leave out "
-            "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split"
-        )
-    if uneven and account:
-        raise ConfigError(
-            "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split are two ways "
-            "to say the same: give one of them"
-        )
-    if layout is not None:
-        counts = _counts_of_layout(layout, num_layers, pipeline_size, chunks_per_rank)
-    elif uneven:
-        counts = _counts_first_last(num_layers, ranks, chunks_per_rank, first_layers, last_layers)
-    elif account:
-        accounted = StageWeights(embedding=float(account_for_embedding), head=float(account_for_loss))
-        counts = _counts_balanced(num_layers, ranks, chunks_per_rank, accounted)
-    elif layers_per_stage is not None:
-        if layers_per_stage * stages != num_layers:
-            raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {layers_per_stage} on {stages} stages is "
-                f"{layers_per_stage * stages} layers, --num-layers is {num_layers}"
-            )
-        counts = [layers_per_stage] * stages
-    else:
-        counts = _counts_balanced(num_layers, ranks, chunks_per_rank, weights or StageWeights(), lowest=1)
+    ranks = _ranks_of_stages(pipeline_size, chunks_per_rank, placement)
+    counts = _counts_balanced(num_layers, ranks, chunks_per_rank, costs or unit_costs(), lowest=1)
     return _plans_of_counts(counts, ranks, pipeline_size)
 
 
 def plan_from_config(config: Config) -> list[StagePlan]:
-    """The stages of a run: `plan_stages` with what the flags say, balanced by counted FLOPs and parameters.
+    """The stages of a run: as the flags say, else balanced by counted FLOPs and parameters.
 
     The padded vocabulary has to be known, for the head's cost; `check_split` needs no vocabulary.
 
     Raises:
-        ConfigError: as `plan_stages`.
+        ConfigError: when a stage would be left without layers or the numbers do not fit, naming flags and numbers.
     """
-    return _plan_with(config, StageWeights.from_costs(model_costs(config.model, config.data.seq_length)))
+    return _plan_with(config, model_costs(config.model, config.data.seq_length))
 
 
 def check_split(config: Config) -> None:
     """Raise the ConfigError that `plan_from_config` would raise; works before the vocabulary is known."""
-    _plan_with(config, None)
+    _plan_with(config, unit_costs())
 
 
-def _plan_with(config: Config, weights: StageWeights | None) -> list[StagePlan]:
+def _plan_with(config: Config, costs: ModelCosts) -> list[StagePlan]:
     parallel = config.parallel
-    return plan_stages(
-        config.model.num_layers,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_virtual_stages_per_pipeline_rank,
-        placement_of(parallel.pipeline_schedule),
-        first_layers=parallel.decoder_first_pipeline_num_layers,
-        last_layers=parallel.decoder_last_pipeline_num_layers,
-        account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
-        account_for_loss=parallel.account_for_loss_in_pipeline_split,
-        layers_per_stage=parallel.num_layers_per_virtual_pipeline_stage,
-        layout=parallel.pipeline_model_parallel_layout,
-        weights=weights,
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    ranks = _ranks_of_stages(size, chunks, placement_of(parallel.pipeline_schedule))
+    return _plans_of_counts(_counts(config, ranks, costs), ranks, size)
+
+
+def _ranks_of_stages(pipeline_size: int, chunks: int, placement: str) -> list[int]:
+    return [rank_of_stage(stage, pipeline_size, placement) for stage in range(pipeline_size * chunks)]
+
+
+def _counts(config: Config, ranks: list[int], costs: ModelCosts) -> list[int]:
+    """Layers of each stage. The first of these flags that is given decides:
+
+    --pipeline-model-parallel-layout: the stages written out.
+    --decoder-first/last-pipeline-num-layers: layers of the first / last rank, divided evenly over its chunks; the other
+        ranks share the rest evenly.
+    --account-for-embedding/loss-in-pipeline-split: the embedding / the head counts as one layer, so that stage may be
+        left without a layer.
+    --num-layers-per-virtual-pipeline-stage: exactly that many on every stage.
+    """
+    parallel, num_layers = config.parallel, config.model.num_layers
+    layout = parallel.pipeline_model_parallel_layout
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    embedding, head = (
+        parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
     )
+    uneven = first is not None or last is not None
+    refuse_together(
+        "--pipeline-model-parallel-layout" if layout is not None else None,
+        "--decoder-first/last-pipeline-num-layers" if uneven else None,
+        "--account-for-embedding/loss-in-pipeline-split" if embedding or head else None,
+        because="each says where the layers go",
+    )
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    if layout is not None:
+        return _counts_of_layout(layout, num_layers, parallel.pipeline_model_parallel_size, chunks)
+    if uneven:
+        return _counts_first_last(num_layers, ranks, chunks, first, last)
+    if embedding or head:
+        return _counts_balanced(num_layers, ranks, chunks, unit_costs(1.0, embedding, head))
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        return [parallel.num_layers_per_virtual_pipeline_stage] * len(ranks)
+    return _counts_balanced(num_layers, ranks, chunks, costs, lowest=1)
 
 
 def _plans_of_counts(counts: list[int], ranks: list[int], pipeline_size: int) -> list[StagePlan]:
@@ -190,31 +159,33 @@ def _plans_of_counts(counts: list[int], ranks: list[int], pipeline_size: int) ->
 
 
 def _counts_balanced(
-    num_layers: int, ranks: list[int], chunks: int, weights: StageWeights, lowest: int = 0
+    num_layers: int, ranks: list[int], chunks: int, costs: ModelCosts, lowest: int = 0
 ) -> list[int]:
     """Layers per stage: one at a time to the rank that has least, there to the stage that has least.
 
-    Blocks cost the same and what a rank starts with is fixed, so taking them one at a time gives the smallest
+    Layers count as their mean and what a rank starts with is fixed, so taking them one at a time gives the smallest
     possible maximum. The rank goes before the stage: in steady state a rank's period is the sum of its stages, and
     the simulator finds such splits up to 7% faster. A stage without embedding and head never ends without a layer.
     """
     stages = len(ranks)
-    ends = [0.0] * stages
-    ends[0] += weights.embedding
-    ends[-1] += weights.head
-    counts = [0 if ends[stage] and lowest == 0 else 1 for stage in range(stages)]
+    layer = sum(cost.flops for cost in costs.layers) / len(costs.layers)
+    layer_parameters = sum(cost.parameters for cost in costs.layers) / len(costs.layers)
+    compute = [0.0] * stages
+    compute[0] += costs.embedding.flops
+    compute[-1] += costs.head.flops
+    counts = [0 if compute[stage] and lowest == 0 else 1 for stage in range(stages)]
     if sum(counts) > num_layers:
         raise ConfigError(
             f"--num-layers {num_layers} does not fill {stages} pipeline stages (--pipeline-model-parallel-size "
             f"{stages // chunks}, {chunks} stages per rank): {sum(counts)} of them need at least one layer"
         )
-    compute = [end + count * weights.block for end, count in zip(ends, counts, strict=True)]
     rank_compute, rank_memory = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    rank_memory[ranks[0]] += weights.embedding_parameters
-    rank_memory[ranks[-1]] += weights.head_parameters
+    rank_memory[ranks[0]] += costs.embedding.parameters
+    rank_memory[ranks[-1]] += costs.head.parameters + costs.shared_parameters
     for stage, rank in enumerate(ranks):
+        compute[stage] += counts[stage] * layer
         rank_compute[rank] += compute[stage]
-        rank_memory[rank] += counts[stage] * weights.block_parameters
+        rank_memory[rank] += counts[stage] * layer_parameters
 
     def order(stage: int) -> tuple[float, float, float, int]:
         return rank_compute[ranks[stage]], compute[stage], rank_memory[ranks[stage]], stage
@@ -222,9 +193,9 @@ def _counts_balanced(
     for _ in range(num_layers - sum(counts)):
         stage = min(range(stages), key=order)
         counts[stage] += 1
-        compute[stage] += weights.block
-        rank_compute[ranks[stage]] += weights.block
-        rank_memory[ranks[stage]] += weights.block_parameters
+        compute[stage] += layer
+        rank_compute[ranks[stage]] += layer
+        rank_memory[ranks[stage]] += layer_parameters
     return counts
 
 
@@ -255,7 +226,7 @@ def _counts_first_last(
         )
     counts = [given.get(rank, 0) // chunks for rank in ranks]
     if rest:
-        shared = _counts_balanced(left, [ranks[s] for s in rest], chunks, StageWeights(), lowest=1)
+        shared = _counts_balanced(left, [ranks[s] for s in rest], chunks, unit_costs(), lowest=1)
         for stage, count in zip(rest, shared, strict=True):
             counts[stage] = count
     return counts
@@ -279,14 +250,14 @@ def _counts_of_layout(layout: str, num_layers: int, pipeline_size: int, chunks: 
 def stage_compute(plan: StagePlan, costs: ModelCosts) -> int:
     """Forward and backward FLOPs of one stage for one sequence."""
     ends = plan.has_embedding * costs.embedding.flops + plan.has_lm_head * costs.head.flops
-    return ends + len(plan.layers) * costs.block.flops
+    return ends + sum(costs.layers[number].flops for number in plan.layers)
 
 
 def stage_parameters(plan: StagePlan, costs: ModelCosts) -> int:
     """Parameters a stage stores, its copy of a tied matrix included."""
     ends = plan.has_embedding * costs.embedding.parameters + plan.has_lm_head * costs.head.parameters
     copy = costs.shared_parameters if plan.has_lm_head and not plan.has_embedding else 0
-    return ends + copy + len(plan.layers) * costs.block.parameters
+    return ends + copy + sum(costs.layers[number].parameters for number in plan.layers)
 
 
 def describe(plans: list[StagePlan], costs: ModelCosts) -> str:

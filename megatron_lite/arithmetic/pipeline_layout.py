@@ -4,6 +4,7 @@ E embedding, t one decoder layer, L loss (final norm and head), | end of a stage
 spaces only please the eye. Stages are in pipeline order. m (multi-token prediction) is Megatron's, and refused here.
 """
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -11,7 +12,11 @@ from megatron_lite.config import ConfigError
 
 _FLAG = "--pipeline-model-parallel-layout"
 _LONGEST = 100_000
-_DEEPEST = 100
+_STAR = "* wants one sign or bracket before it and one number of at most six digits behind it"
+# (...)*n, x*n, or brackets alone.
+_REPETITION = re.compile(
+    r"(\((?P<group>[EtLm|]*)\)|(?P<one>[EtLm|]))\*(?P<repeats>\d{1,6})(?!\d)|\((?P<plain>[EtLm|]*)\)(?!\*)"
+)
 
 
 def parse_layout(layout: str) -> list[int]:
@@ -48,38 +53,16 @@ def write_layout(counts: Sequence[int]) -> str:
 
 
 def _unroll(layout: str) -> str:
-    text = "".join(character for character in layout if character not in ", \t\n'\"")
-    if text.count("(") > _DEEPEST:
-        raise ConfigError(f"{_FLAG} '{layout}' has more than {_DEEPEST} brackets")
-    done, position = _sequence(text, 0, layout)
-    if position != len(text):
-        raise ConfigError(f"{_FLAG} '{layout}': ) without (")
-    return done
-
-
-def _sequence(text: str, position: int, layout: str) -> tuple[str, int]:
-    """Unroll from `position` to the end or to the closing bracket; returns the text and where it stopped."""
-    done = ""
-    while position < len(text) and text[position] != ")":
-        if text[position] == "(":
-            item, position = _sequence(text, position + 1, layout)
-            if position == len(text):
-                raise ConfigError(f"{_FLAG} '{layout}': ( without )")
-        elif text[position] in "EtLm|":
-            item = text[position]
-        else:
-            raise ConfigError(f"{_FLAG} '{layout}': '{text[position]}' is none of E t L m | ( ) *n")
-        position += 1
-        if text[position : position + 1] == "*":
-            end = position + 1
-            while text[end : end + 1] in tuple("0123456789"):
-                end += 1
-            if end == position + 1 or end > position + 7:
-                raise ConfigError(f"{_FLAG} '{layout}': * wants a number of at most six digits")
-            repeats, position = int(text[position + 1 : end]), end
-        else:
-            repeats = 1
-        if len(done) + len(item) * repeats > _LONGEST:
+    """The layout without brackets and numbers: the innermost repetition is written out until none is left."""
+    text = re.sub(r"[, \t\n'\"]", "", layout)
+    while (match := _REPETITION.search(text)) and not re.search(r"\*\d+\*", text):
+        item, repeats = match["group"] or match["one"] or match["plain"] or "", int(match["repeats"] or 1)
+        if len(text) + len(item) * repeats > _LONGEST:
             raise ConfigError(f"{_FLAG} '{layout}' unrolls to more than {_LONGEST:,} signs")
-        done += item * repeats
-    return done, position
+        text = text[: match.start()] + item * repeats + text[match.end() :]
+    left = sorted((sign for sign in text if sign not in "EtLm|"), key=lambda sign: sign in "()")
+    if left:
+        reasons = {"(": "( without )", ")": ") without (", "*": _STAR}
+        reason = reasons.get(left[0], f"'{left[0]}' is none of E t L m | ( ) *n")
+        raise ConfigError(f"{_FLAG} '{layout}': {reason}")
+    return text

@@ -21,7 +21,7 @@ SEQUENCE = 64
 def miniature(config: Config, max_parameters: int, max_tokens: int) -> Config:
     """The config itself when it is within both limits (tokens of a global batch), else its small likeness."""
     costs = model_costs(config.model, config.data.seq_length)
-    parameters = costs.total_parameters(config.model.num_layers)
+    parameters = costs.parameters
     tokens = config.training.global_batch_size * config.data.seq_length
     if parameters > max_parameters:
         config = replace(config, model=small_model(config))

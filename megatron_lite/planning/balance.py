@@ -8,7 +8,7 @@ played with the new times.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.arithmetic.partition import StageWeights, placement_of, plan_stages
+from megatron_lite.arithmetic.partition import placement_of, plan_stages, unit_costs
 from megatron_lite.arithmetic.pipeline_schedule import Schedule, build_schedule, simulate
 from megatron_lite.planning.trace import MeasuredTimes
 
@@ -65,7 +65,7 @@ def propose(
         pipeline_size,
         chunks,
         placement,
-        weights=StageWeights(block=split.block, embedding=split.embedding, head=split.head),
+        costs=unit_costs(split.block, split.embedding, split.head),
     )
     search = _Search(schedule, split, placement)
     found = [search.climb(counts), search.climb(tuple(len(plan.layers) for plan in balanced))]

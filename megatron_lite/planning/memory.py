@@ -63,15 +63,16 @@ def microbatches_of(config: Config) -> tuple[int, int]:
 
 
 def block_parameters(config: Config) -> float:
-    """Parameters of one block on a tensor rank."""
+    """Parameters of one block (the largest) on a tensor rank."""
     costs = model_costs(config.model, config.data.seq_length)
-    return costs.block.on_tensor_rank(config.parallel.tensor_model_parallel_size)
+    t = config.parallel.tensor_model_parallel_size
+    return max(layer.on_tensor_rank(t) for layer in costs.layers)
 
 
 def stage_local_parameters(config: Config, plan: StagePlan) -> float:
     """Parameters of a stage on a tensor rank, before FSDP cuts them."""
     costs, t = model_costs(config.model, config.data.seq_length), config.parallel.tensor_model_parallel_size
-    count = len(plan.layers) * costs.block.on_tensor_rank(t)
+    count = sum(costs.layers[number].on_tensor_rank(t) for number in plan.layers)
     if plan.has_embedding:
         count += costs.embedding.on_tensor_rank(t)
     if plan.has_lm_head:

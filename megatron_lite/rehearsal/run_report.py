@@ -60,7 +60,7 @@ def start_banner(config: Config, plans: list[StagePlan]) -> str:
     interval = f"every {save.save_interval:,} steps and " if save.save_interval else ""
     return "\n".join(
         (
-            f"model: {costs.total_parameters(model.num_layers):,} parameters, {model.num_layers} layers of "
+            f"model: {costs.parameters:,} parameters, {model.num_layers} layers of "
             f"{model.hidden_size}, vocabulary {model.padded_vocab_size:,}, {config.data.seq_length:,} tokens a sample",
             f"layout: {parallel.world_size:,} ranks: {_axes(config)}; {_schedule(config)}",
             describe(plans, costs),
@@ -101,7 +101,7 @@ def _model(config: Config, costs: ModelCosts, vocabulary: str) -> str:
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} key/value)"
     activation = model.activation_name.replace("_", " ")
-    total, embedding = costs.total_parameters(model.num_layers), costs.embedding.parameters
+    total, embedding = costs.parameters, costs.embedding.parameters
     head = 0 if costs.shared_parameters else model.padded_vocab_size * model.hidden_size
     tied = "tied" if costs.shared_parameters else f"{head:,}"
     return "\n".join(
@@ -111,7 +111,7 @@ def _model(config: Config, costs: ModelCosts, vocabulary: str) -> str:
             f"{model.ffn_hidden_size} ({activation}), {model.normalization}, positions {model.position_embedding_type}",
             f"  vocabulary   {vocabulary}",
             f"  parameters   {total:,} = embedding {embedding:,} + blocks {model.num_layers} x "
-            f"{costs.block.parameters:,} + final norm {costs.head.parameters - head:,} + head {tied}",
+            f"{costs.layers[0].parameters:,} + final norm {costs.head.parameters - head:,} + head {tied}",
         )
     )
 
