@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.batch_size import BatchSchedule
-from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.arithmetic.partition import plan_from_config
 from megatron_lite.config import CONCERNS, Config, ConfigError
 from megatron_lite.config.declare import flag_of
@@ -67,7 +67,7 @@ def test_numbers(words):
     if config is None or config.training.micro_batch_size is None:
         return
     assert "Layout of" in describe_run(config)
-    batches, schedule = BatchSchedule.from_config(config), Schedule.from_config(config)
+    batches, schedule = BatchSchedule.from_config(config), LearningRateSchedule.from_config(config)
     for step in range(0, min(60, batches.total_iterations)):
         consumed = batches.samples_after(step)
         assert batches.num_microbatches(

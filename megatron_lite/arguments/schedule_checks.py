@@ -1,6 +1,6 @@
 """Checks of the run's length, its learning rate and its weight decay: what cannot be together."""
 
-from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.config import Config, ConfigError, refuse_together
 
 
@@ -44,7 +44,7 @@ def check_learning_rate(config: Config) -> None:
             raise ConfigError(
                 f"--lr-warmup-fraction and --lr-warmup-{name} cannot be given together: both say how long"
             )
-    schedule = Schedule.from_config(config)
+    schedule = LearningRateSchedule.from_config(config)
     for prefix in ("", "decoupled_"):
         peak, floor = getattr(schedule, f"{prefix}lr"), getattr(schedule, f"{prefix}min_lr")
         if floor > peak and not config.training.skip_train:

@@ -20,15 +20,9 @@ ANNEALING: dict[str, Callable[[float], float]] = {
     "minus_sqrt": lambda part: 1.0 - math.sqrt(part),
 }
 
-# The same for the weight decay's way from start to end.
-INCREMENT: dict[str, Callable[[float], float]] = {
-    "linear": lambda part: part,
-    "cosine": lambda part: 0.5 * (math.cos(math.pi * (1.0 - part)) + 1.0),
-}
-
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """Lengths are in samples; warmup_samples may be a fraction (--lr-warmup-fraction is not rounded)."""
 
     lr: float
@@ -47,41 +41,38 @@ class Schedule:
     weight_decay_samples: int
 
     @classmethod
-    def from_config(cls, config: Config) -> "Schedule":
+    def from_config(cls, config: Config) -> "LearningRateSchedule":
         """The schedule of a resolved config. Lengths in iterations become the samples those iterations consume."""
         optimizer, batches = config.optimizer, BatchSchedule.from_config(config)
 
         def samples(iterations: int | None, given: int | None) -> int | None:
             return batches.samples_after(iterations) if iterations is not None else given
 
-        total = (
-            batches.total_samples
-            if config.training.train_iters is not None
-            else config.training.train_samples
-        )
-        decay = samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples) or total or 1
+        total = samples(config.training.train_iters, config.training.train_samples) or 1
+        decay = samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples) or total
         if optimizer.lr_warmup_fraction is not None:
             warmup = optimizer.lr_warmup_fraction * decay
         else:
             warmup = samples(optimizer.lr_warmup_iters or None, optimizer.lr_warmup_samples)
-        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-        min_lr, lr = optimizer.min_lr, optimizer.lr
-        decoupled_lr, decoupled_min_lr = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+
+        def first_given(*values: float | None) -> float | None:
+            return next((value for value in values if value is not None), None)
+
         return cls(
-            lr=lr,
-            min_lr=min_lr,
-            decoupled_lr=lr if decoupled_lr is None else decoupled_lr,
-            decoupled_min_lr=min_lr if decoupled_min_lr is None else decoupled_min_lr,
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            decoupled_lr=first_given(optimizer.decoupled_lr, optimizer.lr),
+            decoupled_min_lr=first_given(optimizer.decoupled_min_lr, optimizer.min_lr),
             warmup_init=optimizer.lr_warmup_init,
             warmup_samples=warmup,
             decay_style=optimizer.lr_decay_style,
             decay_samples=decay,
             wsd_decay_style=optimizer.lr_wsd_decay_style,
             wsd_decay_samples=samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples),
-            start_weight_decay=optimizer.weight_decay if start is None else start,
-            end_weight_decay=optimizer.weight_decay if end is None else end,
+            start_weight_decay=first_given(optimizer.start_weight_decay, optimizer.weight_decay),
+            end_weight_decay=first_given(optimizer.end_weight_decay, optimizer.weight_decay),
             weight_decay_style=optimizer.weight_decay_incr_style,
-            weight_decay_samples=total or 1,
+            weight_decay_samples=total,
         )
 
     def learning_rate(self, consumed_samples: int, decoupled: bool = False) -> float:
@@ -95,7 +86,23 @@ class Schedule:
         floor = self.decoupled_min_lr if decoupled else self.min_lr
         if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
             return self.warmup_init + (peak - self.warmup_init) * consumed_samples / self.warmup_samples
-        return DECAY_STYLES[self.decay_style](self, consumed_samples, peak, floor)
+        if self.decay_style == "constant":
+            return peak
+        if consumed_samples > self.decay_samples:
+            return floor
+        if self.decay_style == "inverse-square-root":
+            return max(
+                floor, peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(consumed_samples, 1))
+            )
+        start, shape = self.warmup_samples, self.decay_style
+        if (
+            shape == "WSD"
+        ):  # warm-up, stable, decay (Hu et al. 2024): the peak until wsd_decay_samples before the end
+            start, shape = self.decay_samples - self.wsd_decay_samples, self.wsd_decay_style
+            if consumed_samples <= start:
+                return peak
+        part = (consumed_samples - start) / (self.decay_samples - start)
+        return floor + ANNEALING[shape](part) * (peak - floor)
 
     def weight_decay(self, consumed_samples: int) -> float:
         """The weight decay of that step, for the parameters that decay."""
@@ -103,49 +110,12 @@ class Schedule:
         if self.weight_decay_style == "constant" or consumed_samples > self.weight_decay_samples:
             return end
         part = consumed_samples / self.weight_decay_samples
-        return start + INCREMENT[self.weight_decay_style](part) * (end - start)
+        return start + (1.0 - ANNEALING[self.weight_decay_style](part)) * (end - start)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, for a checkpoint."""
         return asdict(self)
 
-
-def _constant(schedule: Schedule, consumed: int, peak: float, floor: float) -> float:
-    return peak
-
-
-def _inverse_square_root(schedule: Schedule, consumed: int, peak: float, floor: float) -> float:
-    if consumed > schedule.decay_samples:
-        return floor
-    return max(floor, peak * math.sqrt(max(schedule.warmup_samples, 1)) / math.sqrt(max(consumed, 1)))
-
-
-def _wsd(schedule: Schedule, consumed: int, peak: float, floor: float) -> float:
-    """Warm-up, stable, decay (Hu et al. 2024): the peak until `wsd_decay_samples` before the end."""
-    if consumed > schedule.decay_samples:
-        return floor
-    start = schedule.decay_samples - schedule.wsd_decay_samples
-    if consumed <= start:
-        return peak
-    part = (consumed - start) / schedule.wsd_decay_samples
-    return floor + ANNEALING[schedule.wsd_decay_style](part) * (peak - floor)
-
-
-def _annealed(schedule: Schedule, consumed: int, peak: float, floor: float) -> float:
-    if consumed > schedule.decay_samples:
-        return floor
-    part = (consumed - schedule.warmup_samples) / (schedule.decay_samples - schedule.warmup_samples)
-    return floor + ANNEALING[schedule.decay_style](part) * (peak - floor)
-
-
-# --lr-decay-style -> learning rate after the warm-up, of (schedule, consumed samples, peak, floor).
-DECAY_STYLES: dict[str, Callable[[Schedule, int, float, float], float]] = {
-    "constant": _constant,
-    "linear": _annealed,
-    "cosine": _annealed,
-    "inverse-square-root": _inverse_square_root,
-    "WSD": _wsd,
-}
 
 # What a difference between the flags and a checkpoint is called by.
 _FLAGS = {
@@ -166,8 +136,10 @@ _FLAGS = {
 }
 
 
-def resumed_schedule(config: Config, stored: dict[str, Any] | None) -> Schedule:
-    """The schedule with which a run goes on after a checkpoint that holds `stored` (Schedule.to_dict(); None: none).
+def resumed_schedule(config: Config, stored: dict[str, Any] | None) -> LearningRateSchedule:
+    """The schedule with which a run goes on after a checkpoint.
+
+    `stored` is the LearningRateSchedule.to_dict() that the checkpoint holds, None where it holds none.
 
     --override-opt_param-scheduler takes the flags, --use-checkpoint-opt_param-scheduler the checkpoint; without
     either the two have to be the same, as in Megatron.
@@ -175,7 +147,7 @@ def resumed_schedule(config: Config, stored: dict[str, Any] | None) -> Schedule:
     Raises:
         ConfigError: they are not; the differences are listed.
     """
-    wanted = Schedule.from_config(config)
+    wanted = LearningRateSchedule.from_config(config)
     if config.optimizer.override_opt_param_scheduler:
         return wanted
     if not isinstance(stored, dict):
@@ -187,7 +159,7 @@ def resumed_schedule(config: Config, stored: dict[str, Any] | None) -> Schedule:
         raise ConfigError(
             f"the checkpoint's learning rate schedule differs in its keys: {', '.join(unknown)}"
         )
-    kept = Schedule(**stored)
+    kept = LearningRateSchedule(**stored)
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         return kept
     differences = [
@@ -204,7 +176,7 @@ def resumed_schedule(config: Config, stored: dict[str, Any] | None) -> Schedule:
     return kept
 
 
-def _matters(name: str, wanted: Schedule, kept: Schedule) -> bool:
+def _matters(name: str, wanted: LearningRateSchedule, kept: LearningRateSchedule) -> bool:
     """Whether a difference in this field can change a number: a constant schedule does not care for its length."""
     both = (wanted, kept)
     if name in ("decay_samples", "min_lr", "decoupled_min_lr"):

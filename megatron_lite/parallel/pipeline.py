@@ -29,7 +29,7 @@ from megatron_lite.parallel.fsdp import compute_dtype, prepare_backward
 from megatron_lite.parallel.tied import TiedWeights
 
 # --pipeline-schedule -> torch's class; one stage per rank takes the first kind, several the second.
-SCHEDULES: dict[str, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
+SCHEDULE_CLASSES: dict[str, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
     "gpipe": torch_schedules.ScheduleGPipe,
     "1f1b": torch_schedules.Schedule1F1B,
     "interleaved-1f1b": torch_schedules.ScheduleInterleaved1F1B,
@@ -256,7 +256,7 @@ class Pipeline:
 
     def _build_schedule(self, num_microbatches: int) -> Any:
         asked, size = self.config.parallel.pipeline_schedule, self.mesh.size("pp")
-        kind = SCHEDULES[runnable_schedule(asked, size, num_microbatches)]
+        kind = SCHEDULE_CLASSES[runnable_schedule(asked, size, num_microbatches)]
         stages = [self._stage(chunk, plan) for chunk, plan in zip(self.chunks, self.plans)]
         mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         return kind(mine, num_microbatches, loss_fn=self.loss_scale, scale_grads=False)

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
-from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.arithmetic.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import (
@@ -376,7 +376,7 @@ def _trainer(
         chunks=chunks,
         pipeline=None,
         optimizer=optimizer,
-        schedule=Schedule.from_config(config),
+        schedule=LearningRateSchedule.from_config(config),
         batches=batches,
         loader=AnyBatches(config, mesh),
         validation=None,

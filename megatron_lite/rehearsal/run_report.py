@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
 from megatron_lite.arithmetic.costs import ModelCosts, model_costs
 from megatron_lite.arithmetic.flops import flops_per_step
-from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import (
     StagePlan,
@@ -43,7 +43,7 @@ def describe_run(config: Config) -> str:
         _model(config, costs, vocabulary),
         _layout(config, plans, costs, batches),
         _length(config, batches),
-        learning_rate_curve(Schedule.from_config(config), batches),
+        learning_rate_curve(LearningRateSchedule.from_config(config), batches),
     ]
     if config.notes:
         parts.append("Notes\n" + "\n".join(f"  {note}" for note in config.notes))
@@ -56,7 +56,9 @@ def start_banner(config: Config, plans: list[StagePlan]) -> str:
     costs, batches = model_costs(model, config.data.seq_length), BatchSchedule.from_config(config)
     samples, total = batches.total_samples, batches.total_iterations
     batch = " to ".join(f"{size:,}" for size in dict.fromkeys(batches.steps[n][1] for n in (0, -1)))
-    warmup = bisect_left(range(total), Schedule.from_config(config).warmup_samples, key=batches.samples_after)
+    warmup = bisect_left(
+        range(total), LearningRateSchedule.from_config(config).warmup_samples, key=batches.samples_after
+    )
     interval = f"every {save.save_interval:,} steps and " if save.save_interval else ""
     return "\n".join(
         (
@@ -206,7 +208,7 @@ def _shown_steps(batches: BatchSchedule) -> list[tuple[int, int]]:
     return steps if len(steps) <= 5 else [*steps[:2], (-1, 1), *steps[-2:]]
 
 
-def learning_rate_curve(schedule: Schedule, batches: BatchSchedule) -> str:
+def learning_rate_curve(schedule: LearningRateSchedule, batches: BatchSchedule) -> str:
     """The learning rate over the run as a small plot, and its values at a few steps."""
     iterations = batches.total_iterations
     if iterations == 0:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_lite.arithmetic.batch_size import BatchSchedule
-from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config
 from megatron_lite.data.loader import Loader
@@ -56,7 +56,7 @@ class Trainer:
     chunks: list[nn.Module]
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    schedule: LearningRateSchedule
     batches: BatchSchedule
     loader: Loader
     validation: Evaluator

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from megatron_lite.arithmetic.lr_schedule import Schedule, resumed_schedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule, resumed_schedule
 from megatron_lite.checkpoint import Found, check_resumable
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config, ConfigError
@@ -50,7 +50,7 @@ def resume(
     mesh: ParallelMesh,
     say: Say,
     once: Callable[[Callable[[], None]], None] = lambda check: check(),
-) -> tuple[TrainState, Schedule]:
+) -> tuple[TrainState, LearningRateSchedule]:
     """Load what --load, --finetune, --pretrained-checkpoint and their kin ask for, or start afresh.
 
     once: runs a check but in a restart by torchrun of a run that passed it: --save may hold what it saved itself.
@@ -68,7 +68,7 @@ def resume(
     if found is None:
         if config.checkpoint.load:
             say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
-        return TrainState(), Schedule.from_config(config)
+        return TrainState(), LearningRateSchedule.from_config(config)
     stored, same_tokenizer = checkpointer.read_config(found), checkpointer.has_same_tokenizer(found)
     for line in check_resumable(config, stored, found, weights_only, same_tokenizer):
         say(line)
@@ -77,7 +77,7 @@ def resume(
     if weights_only:
         say(f"weights from {found.path}; everything else starts at step 0")
         origin = {key: value for key, value in kept.items() if key == "hugging_face"}
-        return TrainState.from_dict(origin), Schedule.from_config(config)
+        return TrainState.from_dict(origin), LearningRateSchedule.from_config(config)
     state = TrainState.from_dict(kept)
     if not config.checkpoint.no_load_rng:
         _restore_random(checkpointer, found, mesh, say)

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.arguments.parse import parse_arguments
-from megatron_lite.arithmetic.lr_schedule import ANNEALING, DECAY_STYLES, Schedule, resumed_schedule
+from megatron_lite.arithmetic.lr_schedule import (
+    ANNEALING,
+    LearningRateSchedule,
+    resumed_schedule,
+)
 from megatron_lite.config import ConfigError, OptimizerConfig
 from megatron_lite.distributed.environment import Environment
 
@@ -48,7 +52,7 @@ def flags_of(case):
 def test_equals_megatron_core(name):
     """Every step of every golden case, for the normal and the decoupled parameters."""
     case = GOLDEN["cases"][name]
-    schedule = Schedule.from_config(config_of(flags_of(case)))
+    schedule = LearningRateSchedule.from_config(config_of(flags_of(case)))
     assert len(case["lr"]) > 100
     for step, (normal, _, decoupled) in enumerate(case["lr"]):
         assert schedule.learning_rate(step * BATCH) == pytest.approx(normal, rel=1e-12, abs=1e-18)
@@ -83,14 +87,17 @@ def closed_form(style, wsd_style, step, warmup, decay, wsd, peak, floor):
     return floor + (peak - floor) * left
 
 
-@pytest.mark.parametrize("style", DECAY_STYLES)
+CHOICES = {f.name: f.metadata.get("choices") for f in OptimizerConfig.__dataclass_fields__.values()}
+
+
+@pytest.mark.parametrize("style", CHOICES["lr_decay_style"])
 @pytest.mark.parametrize("warmup", [0, 7])
 @pytest.mark.parametrize("by", ["iters", "samples"])
 def test_closed_forms(style, warmup, by):
     """Every style at every step, the run counted in iterations or in samples: the same numbers."""
     unit = 1 if by == "iters" else 4
     for wsd_style in ANNEALING if style == "WSD" else ["cosine"]:
-        schedule = Schedule.from_config(
+        schedule = LearningRateSchedule.from_config(
             config_of(
                 f"--global-batch-size 4 --train-{by} {60 * unit} --lr-decay-{by} {50 * unit} --min-lr 2e-4 "
                 f"--lr-warmup-{by} {warmup * unit} --lr-decay-style {style} --lr-wsd-decay-style {wsd_style} "
@@ -108,7 +115,7 @@ def test_closed_forms(style, warmup, by):
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_weight_decay_rises_from_start_to_end(style):
-    schedule = Schedule.from_config(
+    schedule = LearningRateSchedule.from_config(
         config_of(
             "--global-batch-size 2 --train-iters 40 --start-weight-decay 0.02 --end-weight-decay 0.1 "
             f"--weight-decay-incr-style {style}"
@@ -121,7 +128,7 @@ def test_weight_decay_rises_from_start_to_end(style):
 
 
 def test_a_fraction_of_the_warmup_is_not_rounded():
-    schedule = Schedule.from_config(
+    schedule = LearningRateSchedule.from_config(
         config_of("--global-batch-size 1 --train-samples 1000 --lr-warmup-fraction 0.0105")
     )
     assert schedule.warmup_samples == 10.5
@@ -134,27 +141,25 @@ def test_lengths_in_iterations_follow_a_growing_batch():
     config = config_of(
         "--step-batch-size-schedule 0:2 320:8 --train-iters 30 --lr-decay-iters 20 --lr-warmup-iters 5"
     )
-    schedule = Schedule.from_config(config)
+    schedule = LearningRateSchedule.from_config(config)
     assert schedule.warmup_samples == 10  # 320 tokens are 20 samples: ten steps of 2
     assert schedule.decay_samples == 10 * 2 + 10 * 8
     assert schedule.learning_rate(schedule.decay_samples) == 0.0
 
 
-def test_styles_are_the_flags_choices():
-    choices = {f.name: f.metadata.get("choices") for f in OptimizerConfig.__dataclass_fields__.values()}
-    assert set(choices["lr_decay_style"]) == set(DECAY_STYLES)
-    assert set(choices["lr_wsd_decay_style"]) == set(ANNEALING)
+def test_wsd_decays_by_any_shape():
+    assert set(CHOICES["lr_wsd_decay_style"]) == set(ANNEALING)
 
 
 RUN = "--global-batch-size 2 --train-iters 40 --lr-decay-style cosine --lr-warmup-iters 4"
 
 
 def stored(flags=RUN):
-    return json.loads(json.dumps(Schedule.from_config(config_of(flags)).to_dict()))
+    return json.loads(json.dumps(LearningRateSchedule.from_config(config_of(flags)).to_dict()))
 
 
 def test_the_same_flags_resume():
-    assert resumed_schedule(config_of(RUN), stored()) == Schedule.from_config(config_of(RUN))
+    assert resumed_schedule(config_of(RUN), stored()) == LearningRateSchedule.from_config(config_of(RUN))
 
 
 def test_other_flags_are_refused_with_both_values_and_both_ways_out():
@@ -193,5 +198,5 @@ def test_a_stored_schedule_of_another_form_is_refused():
 
 
 def test_frozen():
-    schedule = Schedule.from_config(config_of(RUN))
+    schedule = LearningRateSchedule.from_config(config_of(RUN))
     assert replace(schedule, lr=1.0) != schedule

@@ -45,8 +45,8 @@ def _verify(config, fault=None):
 
 def scaled_gradients():
     """The default of torch's schedules: gradients divided by the number of microbatches."""
-    for name, kind in list(pipeline_module.SCHEDULES.items()):
-        pipeline_module.SCHEDULES[name] = type(
+    for name, kind in list(pipeline_module.SCHEDULE_CLASSES.items()):
+        pipeline_module.SCHEDULE_CLASSES[name] = type(
             kind.__name__,
             (kind,),
             {"__init__": lambda self, *a, k=kind, **o: k.__init__(self, *a, **_scaled(o))},

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_lite.arithmetic.batch_size import BatchSchedule
-from megatron_lite.arithmetic.lr_schedule import Schedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.config import Config, TrainingConfig
 from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
@@ -64,7 +64,7 @@ def build_trainer(
         chunks=chunks,
         pipeline=pipeline,
         optimizer=build_optimizer(chunks, config.optimizer),
-        schedule=Schedule.from_config(config),
+        schedule=LearningRateSchedule.from_config(config),
         batches=BatchSchedule.from_config(config),
         loader=PreparedBatches(batches),
         validation=left_out,
