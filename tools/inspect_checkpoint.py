@@ -13,10 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_lite.checkpoint.manifest import Manifest, read_manifest, why_corrupt
+from megatron_lite.checkpoint.manifest import why_corrupt
 from megatron_lite.checkpoint.metadata import StoredTensor
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
-from megatron_lite.checkpoint.storage import parent_of, storage_for
 from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import guarded
 
@@ -60,7 +59,7 @@ def main() -> int:
 
 def describe(reader: CheckpointReader) -> None:
     """The summary that is always printed."""
-    for note in reader.found.notes:
+    for note in reader.stored.notes:
         print(f"note       {note}")
     state, model = reader.train_state, reader.config.get("model", {})
     print(f"folder     {reader.path}")
@@ -86,7 +85,7 @@ def describe(reader: CheckpointReader) -> None:
         print(
             f"{kind:10} {len(group):,} tensors, {elements:,} elements, {sum(t.nbytes for t in group.values()):,} bytes"
         )
-    manifest = manifest_of(reader)
+    manifest = reader.stored.manifest
     print(
         f"files      {len(manifest.files):,}, {sum(e.size for e in manifest.files.values()):,} bytes; sizes agree"
     )
@@ -111,22 +110,14 @@ def tensor_lines(tensors: dict[str, StoredTensor]) -> Iterator[str]:
 
 def verify(reader: CheckpointReader) -> int:
     """Hash every file; 1 when one is damaged."""
-    manifest = manifest_of(reader)
-    parent, name = parent_of(reader.path)
-    damage = [
-        text for file in manifest.files if (text := why_corrupt(storage_for(parent), name, manifest, [file]))
-    ]
+    stored, manifest = reader.stored, reader.stored.manifest
+    problems = [why_corrupt(stored.storage, stored.name, manifest, [file]) for file in manifest.files]
+    damage = [text for text in problems if text is not None]
     for text in damage:
         print(f"damaged    {text}")
     whole, number = len(manifest.files) - len(damage), len(manifest.files)
     print(f"verified   {whole:,} of {number:,} files have their {manifest.algorithm}")
     return 1 if damage else 0
-
-
-def manifest_of(reader: CheckpointReader) -> Manifest:
-    """The manifest of the reader's folder."""
-    parent, name = parent_of(reader.path)
-    return read_manifest(storage_for(parent), name)
 
 
 def report_difference(one: CheckpointReader, other: CheckpointReader) -> int:

@@ -16,7 +16,6 @@ from pathlib import Path
 from megatron_lite.arithmetic.costs import model_costs
 from megatron_lite.arithmetic.partition import describe, plan_from_config
 from megatron_lite.checkpoint import find_in
-from megatron_lite.checkpoint.compare import read_stored_config
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, run
 from megatron_lite.files.writing import write_aside
@@ -212,7 +211,7 @@ def layout_of(folder: Path) -> str | None:
         return None
     if found is None:
         return None
-    config = Config.from_dict(read_stored_config(found))
+    config = Config.from_dict(found.config)
     sizes = ", ".join(
         f"{k}: {v}" for k, v in config.to_dict()["parallel"].items() if k.endswith("_size") and v != 1
     )

@@ -2,7 +2,7 @@
 
 What is here needs no torch: finding a checkpoint, its stored configuration, comparing it. What moves tensors is
 in `megatron_lite.checkpoint.checkpointer` (Checkpointer: save, async save, load in any layout) and in
-`megatron_lite.checkpoint.reading` (read and write a checkpoint in one process).
+`megatron_lite.checkpoint.reading` and `.writing` (read and write a checkpoint in one process).
 
     SAVE/latest_checkpointed_iteration.txt   "10": the pointer, written last
     SAVE/iter_0000010/manifest.json          every file below with its size and hash; written after them
@@ -13,11 +13,11 @@ in `megatron_lite.checkpoint.checkpointer` (Checkpointer: save, async save, load
 """
 
 from megatron_lite.checkpoint.compare import Difference, check_resumable, compare_configs, stored_config
-from megatron_lite.checkpoint.folder import Found, check_folders, find_checkpoint, find_in
+from megatron_lite.checkpoint.folder import StoredCheckpoint, check_folders, find_checkpoint, find_in
 
 __all__ = [
     "Difference",
-    "Found",
+    "StoredCheckpoint",
     "check_folders",
     "check_resumable",
     "compare_configs",

@@ -1,4 +1,4 @@
-"""What one rank does for all, or all do together, so that an error on any rank is the same error on every rank."""
+"""What one rank does for all, or all do alike, so that an error on any rank is the same error on every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,46 +23,43 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        if self.group is None:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        values = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def first(self, function: Callable[[], Result]) -> Result:
+    def rank0_only(self, function: Callable[[], Result]) -> Result:
         """Rank 0's result, on every rank.
 
         Raises:
             ConfigError: what rank 0 raised, as one sentence.
         """
-        outcome = self._attempt(function) if self.rank == 0 else None
+        outcome = [_attempt(function) if self.rank == 0 else None]
         if self.group is not None:
-            box = [outcome]
-            dist.broadcast_object_list(box, group_src=0, group=self.group)
-            outcome = box[0]
-        result, problem = outcome
+            dist.broadcast_object_list(outcome, group_src=0, group=self.group)
+        result, problem = outcome[0]
         if problem is not None:
             raise ConfigError(problem)
         return result
 
-    def together(self, function: Callable[[], Result]) -> Result:
+    def all_ranks(self, function: Callable[[], Result]) -> Result:
         """This rank's own result, once every rank has one.
 
         Raises:
             ConfigError: on every rank, what the first failing rank raised, as one sentence.
         """
-        result, problem = self._attempt(function)
-        problems = [text for text in self.gather(problem) if text is not None]
-        if problems:
-            raise ConfigError(problems[0])
+        result, problem = _attempt(function)
+        for text in self.gather(problem):
+            if text is not None:
+                raise ConfigError(text)
         return result
 
-    @staticmethod
-    def _attempt(function: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        try:
-            return function(), None
-        except (ConfigError, OSError) as error:
-            return None, sentence(error)
+
+def _attempt(function: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    try:
+        return function(), None
+    except (ConfigError, OSError) as error:
+        return None, sentence(error)
 
 
 def sentence(error: BaseException) -> str:

@@ -15,21 +15,20 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lite.checkpoint.agreement import Ranks, sentence
-from megatron_lite.checkpoint.compare import StoredConfig, read_stored_config
-from megatron_lite.checkpoint.dcp import save_pieces
-from megatron_lite.checkpoint.folder import Found, delete, expired, find_checkpoint, refuse_to_replace
-from megatron_lite.checkpoint.host_copy import HostCopy, mark
-from megatron_lite.checkpoint.manifest import (
-    TOKENIZER,
-    FileEntry,
-    Manifest,
-    entry_of,
-    read_manifest,
-    why_corrupt,
+from megatron_lite.checkpoint.compare import check_resumable
+from megatron_lite.checkpoint.dcp import save_shards
+from megatron_lite.checkpoint.folder import (
+    StoredCheckpoint,
+    delete,
+    expired,
+    find_checkpoint,
+    refuse_to_replace,
 )
-from megatron_lite.checkpoint.pieces import Piece, piece_of
+from megatron_lite.checkpoint.host_copy import HostCopy, mark
+from megatron_lite.checkpoint.manifest import TOKENIZER, FileEntry, Manifest, entry_of, why_corrupt
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
-from megatron_lite.checkpoint.storage import parent_of, storage_for
+from megatron_lite.checkpoint.shards import LocalShard, shard_of
+from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.checkpoint.writing import NewFolder, read_files, state_files
 from megatron_lite.config import Config, ConfigError
 
@@ -39,7 +38,7 @@ VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "lm_head.weight")
 
 
 class Checkpointer:
-    """Saves to --save, loads what --load and its kin name. Every method is called by all ranks.
+    """Saves to --save, loads what --load, --ckpt-step or --pretrained-checkpoint name; all ranks call every method.
 
     Args:
         group: a gloo group of all ranks that nothing else uses (a background save talks over it); None: the
@@ -70,10 +69,10 @@ class Checkpointer:
         self._failure: str | None = None
         self._iteration = 0
         if config.checkpoint.save:
-            self._storage = storage_for(config.checkpoint.save)
+            self._storage = Storage(config.checkpoint.save)
             self._check_save_folder()
         files = tuple(tokenizer_files)
-        self._tokenizer_files = self._ranks.first(lambda: read_files(files))
+        self._tokenizer_files = self._ranks.rank0_only(lambda: read_files(files))
 
     def overlap_copy_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a background save take its copy while the next step computes: this optimizer waits for it.
@@ -107,17 +106,17 @@ class Checkpointer:
             ConfigError: the save, or the one before it, failed and --exit-on-save-failure is given.
         """
         self.close()
-        pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
-        pieces |= {f"{RANDOM_PREFIX}{self._me}.{key}": piece_of(value) for key, value in rank_state.items()}
+        shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
+        shards |= {f"{RANDOM_PREFIX}{self._me}.{key}": shard_of(value) for key, value in rank_state.items()}
         state = dict(train_state) | {"iteration": iteration, "layout": self._layout}
         files = state_files(self._config.to_dict(), state, self._tokenizer_files)
         self._iteration = iteration
         if not self._config.checkpoint.async_save:
-            self._write(iteration, lambda: pieces, files)
+            self._write(iteration, lambda: shards, files)
             return self._report()
         self._copied.clear()
-        ready = mark(pieces.values())
-        arguments = (iteration, lambda: self._copy(pieces, ready), files)
+        ready = mark(shards.values())
+        arguments = (iteration, lambda: self._copy(shards, ready), files)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         if not self._overlap_copy:
@@ -136,7 +135,7 @@ class Checkpointer:
             self._thread = None
             self._report()
 
-    def find(self) -> Found | None:
+    def find(self) -> StoredCheckpoint | None:
         """The checkpoint to load, the same on all ranks; None: there is none, start afresh.
 
         With --verify-integrity every file is hashed, spread over the ranks, and a checkpoint that fails does not
@@ -147,42 +146,43 @@ class Checkpointer:
         """
         config, rejected = self._config.checkpoint, {}
         while True:
-            found = self._ranks.first(lambda: find_checkpoint(config, rejected))
-            problem = self._corruption(found) if found is not None and config.verify_integrity else None
+            checkpoint = self._ranks.rank0_only(lambda: find_checkpoint(config, rejected))
+            verify = checkpoint is not None and config.verify_integrity
+            problem = self._corruption(checkpoint) if verify else None
             if problem is None:
                 break
-            rejected[found.path] = problem
-        if found is not None and self._ranks.rank == 0:
-            for note in found.notes:
+            rejected[checkpoint.path] = problem
+        if checkpoint is not None and self._ranks.rank == 0:
+            for note in checkpoint.notes:
                 print(f"warning: {note}", flush=True)
-        return found
+        return checkpoint
 
-    def refuse_to_replace(self, found: Found | None, weights_only: bool) -> None:
+    def refuse_to_replace(self, checkpoint: StoredCheckpoint | None, weights_only: bool) -> None:
         """Raise ConfigError when --save holds other checkpoints than those that this run goes on from."""
-        self._ranks.first(lambda: refuse_to_replace(self._config.checkpoint, found, weights_only))
+        self._ranks.rank0_only(lambda: refuse_to_replace(self._config.checkpoint, checkpoint, weights_only))
 
-    def read_train_state(self, found: Found) -> dict[str, Any]:
+    def read_train_state(self, checkpoint: StoredCheckpoint) -> dict[str, Any]:
         """What was given to save as train_state, and "layout"."""
-        return self._ranks.first(lambda: CheckpointReader(found).train_state)
+        return self._ranks.rank0_only(lambda: checkpoint.train_state)
 
-    def read_config(self, found: Found) -> StoredConfig:
-        """Config.to_dict() of the run that saved."""
-        return self._ranks.first(lambda: read_stored_config(found))
+    def allowed_differences(self, checkpoint: StoredCheckpoint, weights_only: bool) -> list[str]:
+        """Lines about what differs from the run that saved, and may. Raises ConfigError as check_resumable."""
 
-    def has_same_tokenizer(self, found: Found) -> bool | None:
+        def compare() -> list[str]:
+            same = self.has_same_tokenizer(checkpoint)
+            return check_resumable(self._config, checkpoint.config, checkpoint.path, weights_only, same)
+
+        return self._ranks.rank0_only(compare)
+
+    def has_same_tokenizer(self, checkpoint: StoredCheckpoint) -> bool | None:
         """Whether the checkpoint's tokenizer files hold what this run's do, by any names; None: one has none."""
+        manifest = checkpoint.manifest
+        kept = {entry.hash for path, entry in manifest.files.items() if _decides_ids(path)}
+        files = [data for path, data in self._tokenizer_files.items() if _decides_ids(path)]
+        ours = {entry_of(data, manifest.algorithm).hash for data in files}
+        return kept == ours if kept and ours else None
 
-        def compare() -> bool | None:
-            parent, name = parent_of(found.path)
-            manifest = read_manifest(storage_for(parent), name)
-            kept = {entry.hash for path, entry in manifest.files.items() if _decides_ids(path)}
-            files = [data for path, data in self._tokenizer_files.items() if _decides_ids(path)]
-            ours = {entry_of(data, manifest.algorithm).hash for data in files}
-            return kept == ours if kept and ours else None
-
-        return self._ranks.first(compare)
-
-    def load(self, found: Found, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, checkpoint: StoredCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill tensors, in place, from a checkpoint of any layout. Names that are not asked for are left.
 
         A wider dtype than the stored one is filled exactly, with a line that says so.
@@ -191,28 +191,28 @@ class Checkpointer:
             ConfigError: names are missing, shapes differ, or values would be rounded; all are listed, and nothing
                 is changed. Or the files cannot be read.
         """
-        with self._ranks.together(lambda: CheckpointReader(found)) as reader:
+        with self._ranks.all_ranks(lambda: CheckpointReader(checkpoint)) as reader:
             self._check_tensors(reader, tensors)
-            self._ranks.together(lambda: _fill(reader, tensors))
+            shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
+            self._ranks.all_ranks(lambda: reader.fill(shards))
 
-    def load_rank_state(self, found: Found) -> dict[str, torch.Tensor] | None:
+    def load_rank_state(self, checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor] | None:
         """This rank's rank_state: None when the layout differs, empty when the checkpoint keeps none."""
-        if self.read_train_state(found).get("layout") != self._layout:
+        if self.read_train_state(checkpoint).get("layout") != self._layout:
             return None
         prefix = f"{RANDOM_PREFIX}{self._me}."
 
         def read() -> dict[str, torch.Tensor]:
-            with CheckpointReader(found) as reader:
-                return {
-                    n.removeprefix(prefix): reader.read(n) for n in reader.names() if n.startswith(prefix)
-                }
+            with CheckpointReader(checkpoint) as reader:
+                names = [name for name in reader.names() if name.startswith(prefix)]
+                return {name.removeprefix(prefix): reader.read(name) for name in names}
 
-        return self._ranks.together(read)
+        return self._ranks.all_ranks(read)
 
     def _check_save_folder(self) -> None:
         """It can be written, and every rank sees what rank 0 writes."""
         save = self._config.checkpoint.save
-        probe = self._ranks.first(lambda: f".written_by_{os.getpid()}")
+        probe = self._ranks.rank0_only(lambda: f".written_by_{os.getpid()}")
 
         def write() -> None:
             try:
@@ -221,35 +221,35 @@ class Checkpointer:
             except OSError as error:
                 raise ConfigError(f"--save {save} cannot be written: {sentence(error)}") from None
 
-        self._ranks.first(write)
+        self._ranks.rank0_only(write)
         seen = self._ranks.gather(self._storage.size(probe) is not None)
-        self._ranks.first(lambda: self._storage.remove_file(probe))
+        self._ranks.rank0_only(lambda: self._storage.remove_file(probe))
         if not all(seen):
             raise ConfigError(
                 f"--save {save}: rank {seen.index(False)} does not see what rank 0 writes there; "
                 "it has to lie on a filesystem that all ranks share"
             )
 
-    def _copy(self, pieces: dict[str, Piece], ready: torch.cuda.Event | None) -> dict[str, Piece]:
+    def _copy(self, shards: dict[str, LocalShard], ready: torch.cuda.Event | None) -> dict[str, LocalShard]:
         try:
-            return self._host_copy.copy(pieces, ready)
+            return self._host_copy.copy(shards, ready)
         finally:
             self._copied.set()
 
     def _write(
-        self, iteration: int, take_pieces: Callable[[], dict[str, Piece]], files: dict[str, bytes]
+        self, iteration: int, take_shards: Callable[[], dict[str, LocalShard]], files: dict[str, bytes]
     ) -> None:
         """Write a checkpoint; every rank ends with the same self._failure."""
         self._failure = None
         new = NewFolder(self._storage, iteration)
         try:
-            pieces = self._ranks.together(take_pieces)
-            self._ranks.first(new.begin)
-            written = save_pieces(self._storage, new.name, pieces, self._ranks.group)
+            shards = self._ranks.all_ranks(take_shards)
+            self._ranks.rank0_only(new.begin)
+            written = save_shards(self._storage, new.name, shards, self._ranks.group)
             if self._config.checkpoint.verify_integrity:
-                self._ranks.together(lambda: self._reread(new.name, written))
+                self._ranks.all_ranks(lambda: self._reread(new.name, written))
             entries = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
-            self._ranks.first(lambda: self._commit(new, entries, files))
+            self._ranks.rank0_only(lambda: self._commit(new, entries, files))
         except (Exception, CheckpointException) as error:
             self._failure = sentence(error)
             if self._ranks.rank == 0:
@@ -280,17 +280,13 @@ class Checkpointer:
             print(f"warning: {text}; the run goes on without it", flush=True)
         return False
 
-    def _corruption(self, found: Found) -> str | None:
+    def _corruption(self, checkpoint: StoredCheckpoint) -> str | None:
         """What is wrong with a file of a checkpoint, by its hash; each rank hashes its share of the files."""
-        parent, name = parent_of(found.path)
-        storage = storage_for(parent)
-
-        def hash_share() -> str | None:
-            manifest = read_manifest(storage, name)
-            names = sorted(manifest.files, key=lambda n: -manifest.files[n].size)
-            return why_corrupt(storage, name, manifest, names[self._ranks.rank :: self._ranks.size])
-
-        return next((why for why in self._ranks.gather(hash_share()) if why is not None), None)
+        manifest = checkpoint.manifest
+        names = sorted(manifest.files, key=lambda n: -manifest.files[n].size)
+        mine = names[self._ranks.rank :: self._ranks.size]
+        problem = why_corrupt(checkpoint.storage, checkpoint.name, manifest, mine)
+        return next((why for why in self._ranks.gather(problem) if why is not None), None)
 
     def _differ_in_padding(self, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         """Rows behind the vocabulary mean nothing, and how many there are follows from the tensor ranks.
@@ -331,10 +327,6 @@ class Checkpointer:
 def _decides_ids(path: str) -> bool:
     """Whether a file of a checkpoint is one of the tokenizer's, but for what only chats need."""
     return path.startswith(f"{TOKENIZER}/") and not path.endswith(".jinja")
-
-
-def _fill(reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
-    reader.fill_all({name: piece_of(tensor) for name, tensor in tensors.items()})
 
 
 def _dtype(dtype: torch.dtype) -> str:

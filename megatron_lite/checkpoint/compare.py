@@ -4,13 +4,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.checkpoint.folder import Found, find_checkpoint
-from megatron_lite.checkpoint.manifest import CONFIG, TOKENIZER, parse_object
-from megatron_lite.checkpoint.storage import parent_of, storage_for
+from megatron_lite.checkpoint.folder import StoredConfig, find_checkpoint
+from megatron_lite.checkpoint.manifest import TOKENIZER
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.data import TOKENIZER_FILES, TOKENIZER_FLAGS
-
-StoredConfig = dict[str, dict[str, Any]]
 
 # Fields of the model that change no weight's meaning: free to change.
 _MODEL_FREE = {
@@ -55,6 +52,11 @@ _LISTED = ("model", "precision", "optimizer")
 # How the others are treated, not what they are.
 _UNTOLD = {"override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"}
 _ABSENT = object()
+_WAYS = {
+    "model": "the model has to stay the same",
+    "data": "--allow-data-change allows data, seed and batch to differ",
+    "optimizer": "--no-load-optim starts the optimizer's state anew",
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def compare_configs(stored: StoredConfig, config: Config, weights_only: bool = F
             if before is _ABSENT or before == now:
                 continue
             refusal = _refusal(concern, field, before, config, weights_only)
-            if refusal is not None or _is_listed(concern, field):
+            listed = concern in _LISTED and field not in _UNTOLD
+            if refusal is not None or listed or field in _ORDER.get(concern, ()):
                 differences.append(Difference(concern, field, before, now, refusal))
     return differences
 
@@ -93,13 +96,14 @@ def compare_configs(stored: StoredConfig, config: Config, weights_only: bool = F
 def check_resumable(
     config: Config,
     stored: StoredConfig,
-    found: Found,
+    path: str,
     weights_only: bool = False,
     same_tokenizer: bool | None = None,
 ) -> list[str]:
     """Lines about the differences that are allowed.
 
     Args:
+        stored, path: the checkpoint's configuration and its folder.
         same_tokenizer: whether the run's tokenizer files hold what the checkpoint's copies hold, wherever they lie;
             None where one side has none: then their paths are compared.
 
@@ -112,70 +116,38 @@ def check_resumable(
         differences = [d for d in differences if d.field not in TOKENIZER_FILES]
     if same_tokenizer is False:
         refusal = None if weights_only or config.data.allow_data_change else "data"
-        kept, now = f"as in {found.path}/{TOKENIZER}", "of other content"
-        differences.append(Difference("data", "tokenizer", kept, now, refusal))
+        before, now = f"as in {path}/{TOKENIZER}", "of other content"
+        differences.append(Difference("data", "tokenizer", before, now, refusal))
     refused = [d for d in differences if d.refusal is not None]
     if refused:
-        ways = {
-            "model": "the model has to stay the same",
-            "data": "--allow-data-change allows data, seed and batch to differ",
-            "optimizer": "--no-load-optim starts the optimizer's state anew",
-        }
-        kinds = [way for kind, way in ways.items() if any(d.refusal == kind for d in refused)]
+        ways = [way for kind, way in _WAYS.items() if any(d.refusal == kind for d in refused)]
         raise ConfigError(
-            f"{found.path} was made with other flags: {'; '.join(map(str, refused))} ({', '.join(kinds)})"
+            f"{path} was made with other flags: {'; '.join(map(str, refused))} ({', '.join(ways)})"
         )
     return [f"differs from the checkpoint: {difference}" for difference in differences]
 
 
-def read_stored_config(found: Found) -> StoredConfig:
-    """The configuration that a checkpoint keeps.
-
-    Raises:
-        ConfigError: it is not what was written.
-    """
-    parent, name = parent_of(found.path)
-    try:
-        stored = parse_object(storage_for(parent).read(f"{name}/{CONFIG}"))
-        if not all(isinstance(values, dict) for values in stored.values()):
-            raise ValueError("it is no configuration")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{found.path}/{CONFIG} cannot be read: {error}") from None
-    return stored
-
-
 def stored_config(config: Config) -> StoredConfig | None:
     """For --use-checkpoint-args: the configuration kept by the checkpoint that would be loaded, None without one."""
-    found = find_checkpoint(config.checkpoint)
-    return None if found is None else read_stored_config(found)
+    checkpoint = find_checkpoint(config.checkpoint)
+    return None if checkpoint is None else checkpoint.config
 
 
 def _refusal(concern: str, field: str, before: Any, config: Config, weights_only: bool) -> str | None:
     if concern == "model":
-        return _model_refusal(field, before, config, weights_only)
-    if weights_only:
-        return None
+        unused = (
+            field == "max_position_embeddings" and config.model.position_embedding_type != "learned_absolute"
+        )
+        unknown = (
+            field in ("vocab_size", "padded_vocab_size") and before is None
+        )  # before the tokenizer was known
+        free = field in _MODEL_FREE or (weights_only and field in _POSITIONS)
+        return None if unused or unknown or free else "model"
     if field in _ORDER.get(concern, ()):
-        return None if config.data.allow_data_change else "data"
-    if concern == "optimizer" and field == "optimizer":
-        return None if config.checkpoint.no_load_optim else "optimizer"
+        return None if weights_only or config.data.allow_data_change else "data"
+    if (concern, field) == ("optimizer", "optimizer"):
+        return None if weights_only or config.checkpoint.no_load_optim else "optimizer"
     return None
-
-
-def _model_refusal(field: str, before: Any, config: Config, weights_only: bool) -> str | None:
-    if field in _MODEL_FREE:
-        return None
-    if field == "max_position_embeddings" and config.model.position_embedding_type != "learned_absolute":
-        return None
-    if field in ("vocab_size", "padded_vocab_size") and before is None:
-        return None  # kept before the tokenizer was known
-    if weights_only and field in _POSITIONS:
-        return None
-    return "model"
-
-
-def _is_listed(concern: str, field: str) -> bool:
-    return (concern in _LISTED and field not in _UNTOLD) or field in _ORDER.get(concern, ())
 
 
 def _shown(value: Any) -> str:

@@ -1,15 +1,14 @@
 """--ckpt-convert-format: a checkpoint written anew, in one process, without a model or a process group."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from megatron_lite.checkpoint.agreement import sentence
-from megatron_lite.checkpoint.folder import Found, find_checkpoint, folder_name, same_folder
+from megatron_lite.checkpoint.folder import StoredCheckpoint, find_checkpoint, folder_name, same_folder
 from megatron_lite.checkpoint.manifest import TOKENIZER
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
-from megatron_lite.checkpoint.storage import parent_of, storage_for
+from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import CheckpointConfig, ConfigError
 from megatron_lite.files.writing import opened_aside
@@ -26,61 +25,46 @@ def convert_checkpoint(config: CheckpointConfig) -> str:
     Raises:
         ConfigError: there is nothing to convert, or it cannot be written.
     """
-    found = find_checkpoint(config)
-    if found is None:
+    checkpoint = find_checkpoint(config)
+    if checkpoint is None:
         raise ConfigError(
             f"--ckpt-convert-format {config.ckpt_convert_format}: --load {config.load} is empty"
         )
     target = config.ckpt_convert_save.removeprefix("file://")
-    _refuse_place(target, found)
+    _refuse_place(target, checkpoint)
     left_out = (RANDOM_PREFIX, *([OPTIMIZER_PREFIX] if config.no_load_optim or config.finetune else []))
-    with CheckpointReader(found) as reader:
-
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            return (
-                (name, reader.read(name)) for name in sorted(reader.names()) if not name.startswith(left_out)
-            )
-
+    with CheckpointReader(checkpoint) as reader:
+        names = [name for name in sorted(reader.names()) if not name.startswith(left_out)]
+        tensors = ((name, reader.read(name)) for name in names)
         state = {key: value for key, value in reader.train_state.items() if key != "layout"}
         if config.ckpt_convert_format == "torch":
-            whole = {"iteration": found.iteration, "config": reader.config, "train_state": state}
-            return _save_one_file(target, found.iteration, whole | {"tensors": dict(tensors())})
+            whole = {"iteration": checkpoint.iteration, "config": reader.config, "train_state": state}
+            return _save_one_file(target, checkpoint.iteration, whole | {"tensors": dict(tensors)})
         if OPTIMIZER_PREFIX in left_out:
             state["weights_only"] = True
-        return write_checkpoint(
-            target,
-            found.iteration,
-            tensors(),
-            reader.config,
-            state,
-            _tokenizer_files(found.path),
-        )
+        files = _tokenizer_files(checkpoint)
+        return write_checkpoint(target, checkpoint.iteration, tensors, reader.config, state, files)
 
 
-def _refuse_place(target: str, found: Found) -> None:
+def _refuse_place(target: str, checkpoint: StoredCheckpoint) -> None:
     """A conversion never writes over what it reads, nor over what another run or conversion wrote."""
-    step = folder_name(found.iteration)
-    inside = "://" not in target and Path(found.path.removeprefix("file://")).resolve() in (
-        Path(target).resolve(),
-        *Path(target).resolve().parents,
-    )
-    if inside or same_folder(target, parent_of(found.path)[0]):
+    step, place = folder_name(checkpoint.iteration), Path(target).resolve()
+    inside = "://" not in target and Path(checkpoint.path).resolve() in (place, *place.parents)
+    if inside or same_folder(target, checkpoint.storage.root):
         raise ConfigError(
-            f"--ckpt-convert-save {target} is where {found.path} lies, wanted another folder: it would be replaced"
+            f"--ckpt-convert-save {target} is where {checkpoint.path} lies, wanted another folder: it would be replaced"
         )
-    storage = storage_for(target)
-    for name in (step, f"{step}.pt"):
-        if storage.is_folder(name) or storage.size(name) is not None:
-            raise ConfigError(
-                f"--ckpt-convert-save {target} holds {name} already, wanted a folder without it"
-            )
+    there = {step, f"{step}.pt"} & set(Storage(target).names())
+    if there:
+        raise ConfigError(
+            f"--ckpt-convert-save {target} holds {min(there)} already, wanted a folder without it"
+        )
 
 
-def _tokenizer_files(path: str) -> list[Path]:
-    parent, name = parent_of(path)
-    storage = storage_for(parent)
-    files = storage.names(f"{name}/{TOKENIZER}") if storage.is_folder(f"{name}/{TOKENIZER}") else []
-    return [] if storage.remote else [Path(storage.full(f"{name}/{TOKENIZER}/{file}")) for file in files]
+def _tokenizer_files(checkpoint: StoredCheckpoint) -> list[Path]:
+    folder = f"{checkpoint.name}/{TOKENIZER}"
+    names = [] if checkpoint.storage.remote else checkpoint.storage.names(folder)
+    return [Path(checkpoint.storage.full(f"{folder}/{name}")) for name in names]
 
 
 def _save_one_file(folder: str, iteration: int, content: dict) -> str:

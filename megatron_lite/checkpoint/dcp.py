@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import pickle
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils.serialization
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,39 +24,42 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_lite.checkpoint.manifest import FileEntry, new_digest
-from megatron_lite.checkpoint.pieces import Piece
+from megatron_lite.checkpoint.manifest import METADATA, FileEntry, entry_of, new_digest
+from megatron_lite.checkpoint.shards import LocalShard
 from megatron_lite.checkpoint.storage import Storage
 
 _THREADED_BYTES = 1 << 20
 _SYNC_BYTES = 32 << 20
 
 
-def save_pieces(
-    storage: Storage, folder: str, pieces: dict[str, Piece], group: dist.ProcessGroup | None
+def save_shards(
+    storage: Storage, folder: str, shards: dict[str, LocalShard], group: dist.ProcessGroup | None
 ) -> dict[str, FileEntry]:
-    """Write the pieces of all ranks of the group (None: this process alone); returns the files this rank wrote.
+    """Write the shards of all ranks of the group (None: this process alone); returns the files this rank wrote.
 
-    Pieces that several ranks hold are written by one of them.
+    Shards that several ranks hold are written by one of them.
 
     Raises:
         CheckpointException: on every rank, when any rank failed.
     """
-    writer = _Writer(storage, folder, from_gpu=any(piece.local.is_cuda for piece in pieces.values()))
+    writer = _Writer(storage, folder, from_gpu=any(shard.local.is_cuda for shard in shards.values()))
     planner = _Planner(storage.free_bytes())
     # The manifest holds a hash of every file; zip's own checksum would be computed on top, at a third of its speed.
     with torch.utils.serialization.config.patch("save.compute_crc32", False):
-        dcp.save(pieces, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    return writer.fs.entries
+        dcp.save(shards, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    return writer.entries
 
 
-def save_batches(storage: Storage, folder: str, batches: Iterable[dict[str, Piece]]) -> dict[str, FileEntry]:
-    """The same in one process for pieces that need not fit in memory together: a file per batch."""
+def save_batches(
+    storage: Storage, folder: str, batches: Iterable[dict[str, LocalShard]]
+) -> dict[str, FileEntry]:
+    """The same in one process for tensors that need not fit in memory together: a file per batch."""
     writer, whole, results = _Writer(storage, folder), Metadata({}), []
     for number, batch in enumerate(batches):
         planner = _Planner(storage.free_bytes())
-        planner.set_up_planner(batch, writer.storage_meta(), is_coordinator=True)
+        planner.set_up_planner(batch, is_coordinator=True)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
         plan = writer.prepare_global_plan(plans * (number + 1))[number]  # gives the file its number
         results.append(writer.write_data(planner.finish_plan(plan), planner).value())
@@ -63,39 +67,34 @@ def save_batches(storage: Storage, folder: str, batches: Iterable[dict[str, Piec
         assert not repeated, f"written twice: {sorted(repeated)}"
         whole.state_dict_metadata.update(metadata.state_dict_metadata)
     writer.finish(whole, results)
-    return writer.fs.entries
+    return writer.entries
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner, told directly which box of which tensor this rank holds, and how much room there is."""
+    """DCP's planner, given each tensor's slice on this rank directly, and how much room there is."""
 
     def __init__(self, free_bytes: int | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._free_bytes = free_bytes
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(name, piece) for name, piece in self.state_dict.items()])
+        self.plan = SavePlan([_write_item(name, shard) for name, shard in self.state_dict.items()])
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         all_plans = [replace(plan, items=[i for i in plan.items if _is_needed(i)]) for plan in all_plans]
         plans, metadata = super().create_global_plan(all_plans)
+        stored, wanted = metadata.state_dict_metadata, 0
         for item in (item for plan in all_plans for item in plan.items):
-            kept = metadata.state_dict_metadata[item.index.fqn]
-            same = (kept.size, kept.properties.dtype) == (
-                item.tensor_data.size,
-                item.tensor_data.properties.dtype,
-            )
+            kept, data = stored[item.index.fqn], item.tensor_data
+            same = (kept.size, kept.properties.dtype) == (data.size, data.properties.dtype)
             assert same, f"two ranks call different tensors {item.index.fqn}"
-        for name, kept in metadata.state_dict_metadata.items():
+        for name, kept in stored.items():
             held = sum(math.prod(chunk.sizes) for chunk in kept.chunks)
             assert held == math.prod(kept.size), (
-                f"the ranks' pieces of {name} hold {held:,} of {list(kept.size)}"
+                f"the ranks hold {held:,} elements of {name} {list(kept.size)}"
             )
-        wanted = sum(
-            math.prod(kept.size) * kept.properties.dtype.itemsize
-            for kept in metadata.state_dict_metadata.values()
-        )
+            wanted += held * kept.properties.dtype.itemsize
         if self._free_bytes is not None and wanted > self._free_bytes:
             raise OSError(errno.ENOSPC, f"{wanted:,} bytes are to be written, {self._free_bytes:,} are free")
         return plans, metadata
@@ -104,26 +103,26 @@ class _Planner(DefaultSavePlanner):
         return self.state_dict[index.fqn].local.contiguous()
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    offsets = torch.Size(piece.offsets)
+def _write_item(name: str, shard: LocalShard) -> WriteItem:
+    offsets = torch.Size(shard.offsets)
     return WriteItem(
         index=MetadataIndex(name, offsets),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes)),
-            properties=TensorProperties(dtype=piece.local.dtype),
-            size=torch.Size(piece.shape),
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(shard.sizes)),
+            properties=TensorProperties(dtype=shard.local.dtype),
+            size=torch.Size(shard.shape),
         ),
     )
 
 
 def _is_needed(item: WriteItem) -> bool:
-    """An empty piece is left out, unless the whole tensor is empty."""
+    """An empty shard is left out, unless the whole tensor is empty."""
     return math.prod(item.tensor_data.chunk.sizes) > 0 or math.prod(item.tensor_data.size) == 0
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's file writer on a Storage.
+    """DCP's file writer on a folder of a Storage. `entries` are the files written, by name in their folder.
 
     from_gpu: copy tensors to the host while others are written. With CUDA on the machine DCP would do so for host
     tensors too: a context on GPU 0 from each rank's background thread, and from runs on the CPU.
@@ -132,24 +131,17 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, storage: Storage, folder: str, from_gpu: bool = False) -> None:
         ahead = {} if from_gpu else {"per_thread_copy_ahead": 0}
         super().__init__(folder, sync_files=False, **ahead)  # _HashedFile brings the bytes to the disk itself
-        self.fs = _Files(storage)
-        self.path = folder
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # no path: folders are moved
-
-
-class _Files(FileSystemBase):
-    """The few file operations that DCP's writer needs. `entries` are the files written, by name in their folder."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+        self._storage, self.path = storage, folder
+        self.fs = self  # write_data asks a filesystem for the next two methods only
         self.entries: dict[str, FileEntry] = {}
 
+    def concat_path(self, path: str, suffix: str) -> str:
+        return f"{path}/{suffix}"
+
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator["_HashedFile"]:
+    def create_stream(self, path: str, mode: str) -> Iterator["_HashedFile"]:
         assert mode == "wb"
-        stream = _HashedFile(self.storage, str(path))
+        stream = _HashedFile(self._storage, path)
         try:
             yield stream
         except Exception:
@@ -157,30 +149,18 @@ class _Files(FileSystemBase):
             raise stream.error or sys.exception() from None
         finally:
             stream.close()
-        self.entries[str(path).rsplit("/", 1)[-1]] = stream.entry()
+        self.entries[path.rsplit("/", 1)[-1]] = stream.entry()
 
-    def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
-        return f"{path}/{suffix}"
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is there, and empty
 
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        self.storage.rename(str(path), str(new_path))
-        self.entries[str(new_path).rsplit("/", 1)[-1]] = self.entries.pop(str(path).rsplit("/", 1)[-1])
-
-    def init_path(self, path: str | os.PathLike) -> str:
-        return str(path)
-
-    def mkdir(self, path: str | os.PathLike) -> None:
-        self.storage.make_folder(str(path))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-    def exists(self, path: str | os.PathLike) -> bool:
-        return self.storage.size(str(path)) is not None
-
-    def rm_file(self, path: str | os.PathLike) -> None:
-        self.storage.remove_file(str(path))
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        metadata.storage_meta = StorageMeta(save_id=self.save_id)  # no path: folders are moved
+        data = pickle.dumps(metadata)
+        self._storage.write(f"{self.path}/{METADATA}", data)
+        self.entries[METADATA] = entry_of(data)
 
 
 class _HashedFile:
@@ -239,8 +219,8 @@ class _HashedFile:
         self._hasher.shutdown()
         self._syncer.shutdown()
         try:
-            for sync in self._syncs:
-                sync.result()  # the kernel tells of a lost page once: to the sync that met it
+            for written in self._syncs:
+                written.result()  # the kernel reports a lost page once: to the sync that met it
             self._file.flush()
             if self._local:
                 os.fsync(self._file.fileno())

@@ -12,31 +12,71 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from megatron_lite.checkpoint.manifest import MANIFEST, IncompleteError, read_manifest, why_incomplete
-from megatron_lite.checkpoint.storage import Storage, parent_of, storage_for
+from megatron_lite.checkpoint.manifest import (
+    CONFIG,
+    MANIFEST,
+    TRAIN_STATE,
+    IncompleteError,
+    Manifest,
+    parse_object,
+    read_manifest,
+    why_incomplete,
+)
+from megatron_lite.checkpoint.storage import Storage, parent_of
 from megatron_lite.config import CheckpointConfig, ConfigError
 
 POINTER = "latest_checkpointed_iteration.txt"
 ASIDE, REPLACED, WRITING = ".tmp", ".replaced", ".writing"
 _STEP = re.compile(r"iter_(\d{7,18})")
-_POINTER_LIMIT = 64
+StoredConfig = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A complete checkpoint. `notes` are lines for the user about how it was chosen."""
+class StoredCheckpoint:
+    """A complete checkpoint: folder `name` of a storage. `notes` are lines for the user about how it was chosen."""
 
-    path: str
+    storage: Storage
+    name: str
     iteration: int
     pretrained: bool = False
     notes: tuple[str, ...] = ()
 
+    @property
+    def path(self) -> str:
+        """The folder, as a user would name it."""
+        return self.storage.full(self.name)
 
-class _Pointer(NamedTuple):
-    step: int | None
-    problem: str | None
+    @property
+    def manifest(self) -> Manifest:
+        """Every other file's size and hash."""
+        return read_manifest(self.storage, self.name)
+
+    @property
+    def config(self) -> StoredConfig:
+        """Config.to_dict() of the run that saved. Raises ConfigError when it is not what was written."""
+        stored = self._object(CONFIG)
+        if not all(isinstance(values, dict) for values in stored.values()):
+            raise ConfigError(f"{self.path}/{CONFIG} cannot be read: it is no configuration")
+        return stored
+
+    @property
+    def train_state(self) -> dict[str, Any]:
+        """Iteration, consumed samples, schedule, layout. Raises ConfigError as config does."""
+        stored = self._object(TRAIN_STATE)
+        if stored.get("iteration") != self.iteration:
+            raise ConfigError(
+                f"{self.path}/{TRAIN_STATE} cannot be read: its iteration is {stored.get('iteration')}, "
+                f"wanted {self.iteration}"
+            )
+        return stored
+
+    def _object(self, file: str) -> dict[str, Any]:
+        try:
+            return parse_object(self.storage.read(f"{self.name}/{file}"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.path}/{file} cannot be read: {error}") from None
 
 
 def folder_name(iteration: int) -> str:
@@ -44,7 +84,9 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None = None) -> Found | None:
+def find_checkpoint(
+    config: CheckpointConfig, rejected: Mapping[str, str] | None = None
+) -> StoredCheckpoint | None:
     """What --load, --ckpt-step, --pretrained-checkpoint and --exit-on-missing-checkpoint ask for; None: start afresh.
 
     Args:
@@ -53,42 +95,37 @@ def find_checkpoint(config: CheckpointConfig, rejected: Mapping[str, str] | None
     Raises:
         ConfigError: a checkpoint asked for is not there, or the folder holds checkpoints and none is complete.
     """
-    rejected = rejected or {}
-    found = None
-    if config.load:
-        storage = storage_for(config.load)
+    load, pretrained, checkpoint = config.load, config.pretrained_checkpoint, None
+    if load:
         # A first start with --load and --save on the same folder is how runs that restart are written. Any other
         # folder was named because something lies there: a misspelt one is no reason to start from random weights.
-        same = config.save is not None and same_folder(config.save, config.load)
-        if not storage.is_folder() and not config.pretrained_checkpoint and (config.finetune or not same):
+        same = config.save is not None and same_folder(config.save, load)
+        if not Storage(load).is_folder() and not pretrained and (config.finetune or not same):
             raise ConfigError(
-                f"--load {config.load}: there is no such folder{_file_instead(config.load)}"
+                f"--load {load}: there is no such folder{_file_instead(load)}"
                 + (", which --finetune starts from" if config.finetune else " (nor is it --save's)")
             )
-        found = find_in(config.load, config.ckpt_step, rejected)
-        lies_there = [] if found or same else _visible(storage)
-        if lies_there:
+        checkpoint = find_in(load, config.ckpt_step, rejected)
+        other = None if checkpoint or same else _other_content(Storage(load))
+        if other:
             raise ConfigError(
-                f"--load {config.load} holds no checkpoint but {_described(storage, lies_there)}; wanted a folder "
-                f"with {POINTER} and iter_* folders, or an empty one to start from random weights"
+                f"--load {load} holds no checkpoint but {other}; wanted a folder with {POINTER} and iter_* folders, "
+                "or an empty one to start from random weights"
             )
-    if found is None and config.pretrained_checkpoint:
-        found = find_in(config.pretrained_checkpoint, None, rejected, flag="--pretrained-checkpoint")
-        if found is None:
-            storage = storage_for(config.pretrained_checkpoint)
-            lies_there = _visible(storage)
-            what = f" but {_described(storage, lies_there)}" if lies_there else ""
-            raise ConfigError(
-                f"--pretrained-checkpoint {config.pretrained_checkpoint}: there is no checkpoint{what}"
-            )
-        found = replace(found, pretrained=True)
-    if found is None and config.exit_on_missing_checkpoint:
+    if checkpoint is None and pretrained:
+        checkpoint = find_in(pretrained, None, rejected, flag="--pretrained-checkpoint")
+        if checkpoint is None:
+            other = _other_content(Storage(pretrained))
+            what = f" but {other}" if other else ""
+            raise ConfigError(f"--pretrained-checkpoint {pretrained}: there is no checkpoint{what}")
+        checkpoint = replace(checkpoint, pretrained=True)
+    if checkpoint is None and config.exit_on_missing_checkpoint:
         raise ConfigError(
-            f"--load {config.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given"
-            if config.load
+            f"--load {load}: there is no checkpoint, and --exit-on-missing-checkpoint is given"
+            if load
             else "--exit-on-missing-checkpoint is given without --load"
         )
-    return found
+    return checkpoint
 
 
 def same_folder(one: str, other: str) -> bool:
@@ -99,38 +136,42 @@ def same_folder(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def refuse_to_replace(config: CheckpointConfig, found: Found | None, weights_only: bool) -> None:
+def refuse_to_replace(
+    config: CheckpointConfig, checkpoint: StoredCheckpoint | None, weights_only: bool
+) -> None:
     """A run that does not go on from --save's checkpoints must not write over them.
 
     Args:
-        weights_only: of what was found only the weights are taken, and steps are counted from 0 again.
+        weights_only: of the checkpoint only the weights are taken, and steps are counted from 0 again.
 
     Raises:
         ConfigError: unless --overwrite-checkpoints.
     """
-    own = found is not None and config.save and same_folder(parent_of(found.path)[0], config.save)
-    if not config.save:
+    save = config.save
+    if not save:
         return
-    storage = storage_for(config.save)
+    own = checkpoint is not None and same_folder(checkpoint.storage.root, save)
+    storage = Storage(save)
     if storage.size(MANIFEST) is not None:
         raise ConfigError(
-            f"--save {config.save} is a checkpoint itself, wanted the folder that it lies in, or another"
+            f"--save {save} is a checkpoint itself, wanted the folder that it lies in, or another"
         )
     if (own and not weights_only) or config.overwrite_checkpoints:
         return
     complete, broken = survey(storage)
+    leaves = "another --save leaves them alone"
+    replaces = "--overwrite-checkpoints replaces those of the same iterations"
     if own and any(complete):  # an imported model is iteration 0, which no save replaces
         raise ConfigError(
-            f"--save {config.save} holds the checkpoints that this run takes only the weights from (the newest of "
-            f"iteration {max(complete)}), and it starts at step 0: another --save leaves them alone, no --finetune "
-            "goes on from them, --overwrite-checkpoints replaces those of the same iterations"
+            f"--save {save} holds the checkpoints that this run takes only the weights from (the newest of iteration "
+            f"{max(complete)}), and it starts at step 0: {leaves}, no --finetune goes on from them, {replaces}"
         )
     if not own and (complete or broken):  # what is not complete here may be another program's
         newest = f"the newest of iteration {max(complete)}" if complete else ", ".join(list(broken)[:3])
-        go_on = f"--load {config.save} goes on from them, " if complete else ""
+        go_on = f"--load {save} goes on from them, " if complete else ""
         raise ConfigError(
-            f"--save {config.save} holds checkpoints of another run ({newest}), which this run does not start from: "
-            f"{go_on}another --save leaves them alone, --overwrite-checkpoints replaces those of the same iterations"
+            f"--save {save} holds checkpoints of another run ({newest}), which this run does not start from: "
+            f"{go_on}{leaves}, {replaces}"
         )
 
 
@@ -138,43 +179,34 @@ def check_folders(config: CheckpointConfig) -> None:
     """For --check: refuse what a run would refuse of --load and --save, as far as they lie on this machine."""
     sources = [path for path in (config.load, config.pretrained_checkpoint) if path is not None]
     if all("://" not in path and Path(path).exists() for path in sources):
-        found = find_checkpoint(config) if sources else None
-        weights_only = config.finetune or (found is not None and found.pretrained)
-        refuse_to_replace(config, found, weights_only)
+        checkpoint = find_checkpoint(config) if sources else None
+        weights_only = config.finetune or (checkpoint is not None and checkpoint.pretrained)
+        refuse_to_replace(config, checkpoint, weights_only)
 
 
 def _file_instead(path: str) -> str:
     if not Path(path).is_file():
         return ""
-    if path.endswith(".pt"):
-        return (
-            ", it is a file: torch.load reads what --ckpt-convert-format torch writes, no run goes on from it"
-        )
-    return ", it is a file"
+    whose = ": torch.load reads what --ckpt-convert-format torch writes, no run goes on from it"
+    return f", it is a file{whose if path.endswith('.pt') else ''}"
 
 
-def _visible(storage: Storage) -> list[str]:
-    """What lies in a folder, but for what a filesystem or a file manager leaves there."""
-    names = storage.names() if storage.is_folder() else []
-    return [name for name in names if not name.startswith(".") and name != "lost+found"]
-
-
-def _described(storage: Storage, names: list[str]) -> str:
-    """What a folder holds instead of checkpoints, in words."""
+def _other_content(storage: Storage) -> str | None:
+    """What a folder holds instead of checkpoints, in words; None but for what a filesystem leaves there."""
+    names = [n for n in storage.names() if not n.startswith(".") and n != "lost+found"]
     if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
         return "a Hugging Face model (tools/hf_import.py makes a checkpoint of it)"
     if any(re.fullmatch(r"iter_\d+\.pt", name) for name in names):
         return "files of --ckpt-convert-format torch, which torch.load reads and no run goes on from"
-    shown = sorted(names)
-    inner = [name for name in shown if storage.is_folder(name) and POINTER in storage.names(name)]
+    inner = [name for name in names if storage.is_folder(name) and POINTER in storage.names(name)]
     if inner:
         return f"folders that hold checkpoints: {', '.join(inner[:5])}"
-    return f"{', '.join(shown[:5])}{f' and {len(shown) - 5:,} more' if len(shown) > 5 else ''}"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "") or None
 
 
 def find_in(
     path: str, step: int | None = None, rejected: Mapping[str, str] | None = None, flag: str = "--load"
-) -> Found | None:
+) -> StoredCheckpoint | None:
     """The checkpoint of a folder: the given step, else the pointer's, else the newest complete one.
 
     path may also be a checkpoint folder itself. None when the folder holds no trace of a checkpoint.
@@ -182,62 +214,63 @@ def find_in(
     Raises:
         ConfigError: the step is not there or not complete; or there are checkpoints and none is complete.
     """
-    rejected = rejected or {}
-    storage = storage_for(path)
+    rejected, storage = rejected or {}, Storage(path)
     if storage.size(MANIFEST) is not None:
         return _named_directly(path, step, rejected, flag)
-    pointer = read_pointer(storage)
     if step is not None:
         return _of_step(storage, step, rejected, flag)
-    complete, broken = survey(storage, rejected, None if pointer is None else pointer.step)
+    pointed, pointer = read_pointer(storage)
+    complete, broken = survey(storage, rejected, pointed)
     if not complete:
-        if not broken and pointer is None:
+        if not broken and storage.size(POINTER) is None:
             return None
         reasons = [f"{name}: {why}" for name, why in broken.items()] or [f"{POINTER} is there, no folder is"]
         raise ConfigError(
             f"{flag} {path}: no complete checkpoint ({'; '.join(reasons[:5])}); remove these to start afresh"
         )
     newest = max(complete)
+    chosen = pointed if pointed in complete else newest
     notes = [f"{storage.full(name)} does not count: {why}" for name, why in broken.items()]
-    chosen = pointer.step if pointer is not None and pointer.step in complete else newest
     if chosen != newest:
         notes.append(
-            f"{storage.full(POINTER)} says {chosen}; the newer {complete[newest]} is left alone "
+            f"{storage.full(POINTER)} {pointer}; the newer {complete[newest]} is left alone "
             f"(--ckpt-step {newest} takes it)"
         )
-    elif pointer is None or pointer.step != newest:
-        problem = "is missing" if pointer is None else pointer.problem or f"says {pointer.step}"
+    elif pointed != newest:
         notes.append(
-            f"{storage.full(POINTER)} {problem}: taking the newest complete checkpoint, {complete[newest]}"
+            f"{storage.full(POINTER)} {pointer}: taking the newest complete checkpoint, {complete[newest]}"
         )
-    return Found(storage.full(complete[chosen]), chosen, notes=tuple(notes))
+    return StoredCheckpoint(storage, complete[chosen], chosen, notes=tuple(notes))
 
 
-def _named_directly(path: str, step: int | None, rejected: Mapping[str, str], flag: str) -> Found:
+def _named_directly(path: str, step: int | None, rejected: Mapping[str, str], flag: str) -> StoredCheckpoint:
     parent, name = parent_of(path)
-    storage = storage_for(parent)
-    reason = rejected.get(storage.full(name)) or why_incomplete(storage, name)
+    storage = Storage(parent)
+    reason = _why_not(storage, name, rejected)
     if reason is not None:
         raise ConfigError(f"{flag} {path}: not a complete checkpoint: {reason}")
     iteration = read_manifest(storage, name).iteration
     if step is not None and step != iteration:
         raise ConfigError(f"--ckpt-step {step}: {flag} {path} holds iteration {iteration}")
-    return Found(storage.full(name), iteration)
+    return StoredCheckpoint(storage, name, iteration)
 
 
-def _of_step(storage: Storage, step: int, rejected: Mapping[str, str], flag: str) -> Found:
-    reason = None
+def _of_step(storage: Storage, step: int, rejected: Mapping[str, str], flag: str) -> StoredCheckpoint:
+    reasons = []
     for name in (folder_name(step), folder_name(step) + REPLACED):
         if storage.is_folder(name):
-            why = rejected.get(storage.full(name)) or why_incomplete(storage, name, step)
-            if why is None:
-                return Found(storage.full(name), step)
-            reason = reason or why
-    there = ", ".join(str(number) for number, name in _steps(storage)[:10] if _has_manifest(storage, name))
+            reasons.append(_why_not(storage, name, rejected, step))
+            if reasons[-1] is None:
+                return StoredCheckpoint(storage, name, step)
+    there = [str(number) for number, name in _steps(storage)[:10] if _has_manifest(storage, name)]
     raise ConfigError(
         f"--ckpt-step {step}: {flag} {storage.full()} has no complete checkpoint of it"
-        f"{f' ({reason})' if reason else ''}; there are: {there or 'none'}"
+        f"{f' ({reasons[0]})' if reasons else ''}; there are: {', '.join(there) or 'none'}"
     )
+
+
+def _why_not(storage: Storage, name: str, rejected: Mapping[str, str], step: int | None = None) -> str | None:
+    return rejected.get(storage.full(name)) or why_incomplete(storage, name, step)
 
 
 def survey(
@@ -258,7 +291,7 @@ def survey(
     for step, name in steps:
         if complete and (wanted not in dict(steps) or min(complete) <= wanted) and step not in complete:
             break
-        reason = (rejected or {}).get(storage.full(name)) or why_incomplete(storage, name, step)
+        reason = _why_not(storage, name, rejected or {}, step)
         if reason is None:
             complete.setdefault(step, name)
         elif storage.size(f"{name}/{WRITING}") is None:
@@ -268,39 +301,32 @@ def survey(
 
 def _steps(storage: Storage) -> list[tuple[int, str]]:
     """(step, folder name), newest first; an iter_N before its iter_N.replaced."""
-    found = []
+    steps = []
     for name in storage.names():
         match = _STEP.fullmatch(name.removesuffix(REPLACED))
         if match and folder_name(int(match[1])) == match[0]:
-            found.append((int(match[1]), name))
-    return sorted(found, key=lambda item: (-item[0], item[1]))
+            steps.append((int(match[1]), name))
+    return sorted(steps, key=lambda item: (-item[0], item[1]))
 
 
 def _has_manifest(storage: Storage, name: str) -> bool:
     return storage.size(f"{name}/{MANIFEST}") is not None
 
 
-def read_pointer(storage: Storage) -> _Pointer | None:
-    """What the pointer file says; None when there is none. It is a number and nothing else: no path is read from it."""
-    size = storage.size(POINTER)
-    if size is None:
-        return None
+def read_pointer(storage: Storage) -> tuple[int | None, str]:
+    """(the step that the pointer file holds or None, what it "says", "is" or "holds", for people).
+
+    It is a number and nothing else: no path is read from it.
+    """
     try:
-        text = storage.read(POINTER, _POINTER_LIMIT).decode("ascii").strip()
-    except OSError as error:
-        return _Pointer(None, f"cannot be read ({error.strerror})")
-    except UnicodeDecodeError:
-        return _Pointer(None, "does not hold a step")
-    if not text:
-        return _Pointer(None, "is empty")
-    if size > _POINTER_LIMIT or not re.fullmatch(r"\d{1,18}", text):
-        return _Pointer(None, f"holds {text[:30]!r}, not a step")
-    return _Pointer(int(text), None)
-
-
-def write_pointer(storage: Storage, iteration: int) -> None:
-    """Point at a checkpoint, in one step."""
-    storage.write(POINTER, f"{iteration}\n".encode())
+        text = storage.read(POINTER, limit=64).decode("ascii").strip()
+    except FileNotFoundError:
+        return None, "is missing"
+    except (OSError, UnicodeDecodeError):
+        return None, "cannot be read"
+    if not re.fullmatch(r"\d{1,18}", text):
+        return None, f"holds {text[:30]!r}, not a step"
+    return int(text), f"says {int(text)}"
 
 
 def expired(

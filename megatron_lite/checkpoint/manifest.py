@@ -6,9 +6,9 @@ sha256 does not. It is no proof against forgery; nor is anything else that lies 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import xxhash
 
@@ -20,19 +20,7 @@ TOKENIZER = "tokenizer"  # folder of the tokenizer's files
 REQUIRED = (CONFIG, TRAIN_STATE, METADATA)
 VERSION = 2
 HASH = "xxh3_128"
-_BLOCK = 8 << 20
-
-
-class Digest(Protocol):
-    """What hashlib and xxhash have in common."""
-
-    def update(self, data: bytes | memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
-# Version 1 of the manifest had sha256.
-_DIGESTS: dict[str, Callable[[], Digest]] = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
+_DIGESTS = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
 _HASH_OF_VERSION = {1: "sha256", VERSION: HASH}
 
 
@@ -65,16 +53,14 @@ class IncompleteError(ValueError):
     """Why a folder does not count as a checkpoint; not an error of the run."""
 
 
-def new_digest(algorithm: str = HASH) -> Digest:
-    """An empty digest, to be fed."""
+def new_digest(algorithm: str = HASH) -> Any:
+    """An empty digest, with hashlib's interface."""
     return _DIGESTS[algorithm]()
 
 
 def entry_of(data: bytes, algorithm: str = HASH) -> FileEntry:
     """The entry of a file with this content."""
-    digest = new_digest(algorithm)
-    digest.update(data)
-    return FileEntry(len(data), digest.hexdigest())
+    return FileEntry(len(data), _DIGESTS[algorithm](data).hexdigest())
 
 
 def parse_object(data: bytes) -> dict:
@@ -115,14 +101,10 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
         raise IncompleteError(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
-    strange = [name for name in manifest.files if not _is_inside(name)]
-    if strange:
-        raise IncompleteError(f"its {MANIFEST} names {strange[0][:80]!r}, which is outside the folder")
+    for name in files:
+        if not name.isprintable() or {"", ".", ".."} & set(name.split("/")):
+            raise IncompleteError(f"its {MANIFEST} names {name[:80]!r}, which is outside the folder")
     return manifest
-
-
-def _is_inside(name: str) -> bool:
-    return name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
 
 
 def why_incomplete(storage: Storage, folder: str, iteration: int | None = None) -> str | None:
@@ -137,15 +119,15 @@ def why_incomplete(storage: Storage, folder: str, iteration: int | None = None) 
     if iteration is not None and manifest.iteration != iteration:
         return f"it holds iteration {manifest.iteration}: it was renamed"
     tensor_files = [name for name in storage.names(folder) if name.endswith(".distcp")]
-    absent = [name for name in (*REQUIRED, *tensor_files) if name not in manifest.files]
-    if absent:
-        return f"its {MANIFEST} does not list {absent[0]}"
+    for name in (*REQUIRED, *tensor_files):
+        if name not in manifest.files:
+            return f"its {MANIFEST} does not list {name}"
     for name, entry in manifest.files.items():
         size = storage.size(f"{folder}/{name}")
-        if size is None:
-            return f"{name} is missing"
         if size != entry.size:
-            return f"{name} has {size:,} bytes, wanted {entry.size:,}"
+            return (
+                f"{name} is missing" if size is None else f"{name} has {size:,} bytes, wanted {entry.size:,}"
+            )
     return why_corrupt(storage, folder, manifest, REQUIRED)
 
 
@@ -153,19 +135,11 @@ def why_corrupt(storage: Storage, folder: str, manifest: Manifest, names: Iterab
     """The first of the named files whose content has another hash than the manifest's; None when all agree."""
     for name in names:
         try:
-            found = hash_of(storage, f"{folder}/{name}", manifest.algorithm)
+            with storage.open(f"{folder}/{name}", "rb") as file:
+                seen = hashlib.file_digest(file, _DIGESTS[manifest.algorithm]).hexdigest()
         except OSError as error:
             return f"{name} cannot be read: {error.strerror or error}"
         wanted = manifest.files[name].hash
-        if found != wanted:
-            return f"{name} has {manifest.algorithm} {found[:12]}..., wanted {wanted[:12]}..."
+        if seen != wanted:
+            return f"{name} has {manifest.algorithm} {seen[:12]}..., wanted {wanted[:12]}..."
     return None
-
-
-def hash_of(storage: Storage, path: str, algorithm: str = HASH) -> str:
-    """Hex digest of a file, read in blocks."""
-    digest = new_digest(algorithm)
-    with storage.open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

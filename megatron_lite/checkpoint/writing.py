@@ -13,12 +13,12 @@ from megatron_lite.checkpoint.agreement import sentence
 from megatron_lite.checkpoint.dcp import save_batches
 from megatron_lite.checkpoint.folder import (
     ASIDE,
+    POINTER,
     REPLACED,
     WRITING,
     clear_leftovers,
     delete,
     folder_name,
-    write_pointer,
 )
 from megatron_lite.checkpoint.manifest import (
     CONFIG,
@@ -30,8 +30,8 @@ from megatron_lite.checkpoint.manifest import (
     entry_of,
     why_incomplete,
 )
-from megatron_lite.checkpoint.pieces import Piece, piece_of
-from megatron_lite.checkpoint.storage import Storage, storage_for
+from megatron_lite.checkpoint.shards import LocalShard, shard_of
+from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.config import ConfigError
 
 _BATCH_BYTES = 1 << 30
@@ -69,9 +69,8 @@ class NewFolder:
             self.storage.make_folder(f"{self.name}/{TOKENIZER}")
         for name, data in files.items():
             self.storage.write(f"{self.name}/{name}", data)
-        manifest = Manifest(
-            self.iteration, dict(entries) | {name: entry_of(data) for name, data in files.items()}
-        )
+        small = {name: entry_of(data) for name, data in files.items()}
+        manifest = Manifest(self.iteration, {**entries, **small})
         self.storage.write(f"{self.name}/{MANIFEST}", manifest.to_bytes())
         self._check_visible()
         if self.storage.remote:
@@ -79,7 +78,7 @@ class NewFolder:
         else:
             self._take_name()
         self._done = True
-        write_pointer(self.storage, self.iteration)
+        self.storage.write(POINTER, f"{self.iteration}\n".encode())
         clear_leftovers(self.storage)
 
     def _check_visible(self) -> None:
@@ -95,10 +94,10 @@ class NewFolder:
     def _take_name(self) -> None:
         """iter_N.tmp becomes iter_N. An iter_N that is there waits as iter_N.replaced, which counts till then."""
         if self.storage.is_folder(self.final):
-            if self.storage.is_folder(self.final + REPLACED):
-                self.storage.remove_folder(
-                    self.final
-                )  # begin() would have removed the other one if it were whole
+            if self.storage.is_folder(
+                self.final + REPLACED
+            ):  # iter_N is not whole, or begin() had removed this
+                self.storage.remove_folder(self.final)
             else:
                 self.storage.rename(self.final, self.final + REPLACED)
         self.storage.sync_folder(self.name)
@@ -122,9 +121,10 @@ def state_files(
 ) -> dict[str, bytes]:
     """{name: content} of a checkpoint's small files."""
     files = {CONFIG: config, TRAIN_STATE: train_state}
-    return {name: json.dumps(value, indent=1).encode() for name, value in files.items()} | dict(
-        tokenizer_files
-    )
+    return {
+        **{name: json.dumps(value, indent=1).encode() for name, value in files.items()},
+        **tokenizer_files,
+    }
 
 
 def write_checkpoint(
@@ -144,7 +144,7 @@ def write_checkpoint(
     Raises:
         ConfigError: it cannot be written; what was there before is as it was.
     """
-    storage = storage_for(save_dir)
+    storage = Storage(save_dir)
     new = NewFolder(storage, iteration)
     files = state_files(config, dict(train_state) | {"iteration": iteration}, read_files(tokenizer_files))
     try:
@@ -158,10 +158,10 @@ def write_checkpoint(
     return storage.full(new.final)
 
 
-def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Piece]]:
+def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, LocalShard]]:
     batch, size = {}, 0
     for name, tensor in tensors:
-        batch[name] = piece_of(tensor)
+        batch[name] = shard_of(tensor)
         size += tensor.numel() * tensor.element_size()
         if size >= _BATCH_BYTES:
             yield batch

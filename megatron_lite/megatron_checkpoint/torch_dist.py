@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint.metadata import StoredTensor, parse_metadata
-from megatron_lite.checkpoint.records import RecordError, read_box
+from megatron_lite.checkpoint.records import RecordError, read_slice
 from megatron_lite.config import ConfigError
 
 LAYERS = "decoder.layers."
@@ -56,7 +56,7 @@ class TorchDistCheckpoint:
             begin = (start - chunk.offsets[0], *(0 for _ in rest))
             try:
                 with (self.path / chunk.file).open("rb") as file:
-                    read_box(box, file, chunk, stored.dtype, begin)
+                    read_slice(box, file, chunk, stored.dtype, begin)
             except (OSError, RecordError) as error:
                 raise ConfigError(f"{self.path}/{chunk.file}: {name} cannot be read: {error}") from None
         return target if layer is None else target[0]

@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_lite.arithmetic.mesh_sizes import is_unsharded
 from megatron_lite.arithmetic.partition import StagePlan
 from megatron_lite.config import Config
-from megatron_lite.distributed.mesh import ParallelMesh, local_part
+from megatron_lite.distributed.mesh import ParallelMesh, local_part, local_slices
 from megatron_lite.parallel.context import apply_context_parallel
 from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.recompute import apply_recompute
@@ -84,28 +83,7 @@ def compile_layers(chunk: nn.Module, config: Config, device: torch.device) -> No
 def initialize_weights(chunk: nn.Module, config: Config) -> None:
     """Fill every parameter with the part that this rank owns of its initial value."""
     for name, parameter in chunk.named_global_parameters():
-        local = local_part(parameter)
-        rows, columns = owned_indices(parameter, 0), owned_indices(parameter, 1)
-        values = chunk.initial_rows(name, tuple(parameter.shape), rows, config.training.seed)
-        local.copy_(values if columns is None else values[:, columns])
-
-
-def owned_indices(parameter: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """The global indices [n] along a tensor dim that lie on this rank; None when the tensor has no such dim.
-
-    FSDP shards what tensor parallelism has sharded already, so the cuts are made from the innermost mesh axis
-    outwards; each cut is torch.chunk's, as FSDP2 and DTensor make it.
-    """
-    if dim >= parameter.dim():
-        return None
-    indices = torch.arange(parameter.shape[dim])
-    if not isinstance(parameter, DTensor):
-        return indices
-    mesh = parameter.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        # FSDP's cut of a dim that tp has cut too is no Shard to torch, but it has a dim all the same.
-        if getattr(parameter.placements[axis], "dim", None) == dim:
-            pieces = indices.chunk(mesh.size(axis))
-            position = mesh.get_local_rank(axis)
-            indices = pieces[position] if position < len(pieces) else indices[:0]
-    return indices
+        rows, *rest = local_slices(parameter)
+        numbers = torch.arange(rows.start, rows.stop)
+        values = chunk.initial_rows(name, tuple(parameter.shape), numbers, config.training.seed)
+        local_part(parameter).copy_(values[(slice(None), *rest)])

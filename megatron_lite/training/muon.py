@@ -8,11 +8,9 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from megatron_lite.distributed.mesh import local_part, whole_tensor
-from megatron_lite.parallel.parallelize import owned_indices
+from megatron_lite.distributed.mesh import local_part, local_slices, whole_tensor
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5
@@ -51,10 +49,7 @@ class Muon(torch.optim.Optimizer):
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - MOMENTUM)
         update = orthogonalize(whole_tensor(gradient.lerp(buffer, MOMENTUM)))
-        local = local_part(parameter)
-        if isinstance(parameter, DTensor):
-            rows, columns = (owned_indices(parameter, dim).to(update.device) for dim in (0, 1))
-            update = update[rows][:, columns]
+        local, update = local_part(parameter), update[local_slices(parameter)]
         scaled = lr * 0.2 * math.sqrt(max(parameter.shape))
         local.mul_(1 - lr * weight_decay).add_(update.to(local), alpha=-scaled)
 

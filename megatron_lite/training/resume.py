@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule, resumed_schedule
-from megatron_lite.checkpoint import Found, check_resumable
+from megatron_lite.checkpoint import StoredCheckpoint
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.distributed.mesh import ParallelMesh
@@ -69,8 +69,7 @@ def resume(
         if config.checkpoint.load:
             say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
         return TrainState(), LearningRateSchedule.from_config(config)
-    stored, same_tokenizer = checkpointer.read_config(found), checkpointer.has_same_tokenizer(found)
-    for line in check_resumable(config, stored, found, weights_only, same_tokenizer):
+    for line in checkpointer.allowed_differences(found, weights_only):
         say(line)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
     _load_tensors(checkpointer, found, chunks, optimizer if with_optimizer else None)
@@ -109,14 +108,19 @@ def check_same_data(config: Config, state: TrainState, fingerprint: str | None) 
 
 
 def _load_tensors(
-    checkpointer: Checkpointer, found: Found, chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None
+    checkpointer: Checkpointer,
+    found: StoredCheckpoint,
+    chunks: list[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
 ) -> None:
     checkpointer.load(found, checkpoint_tensors(chunks, optimizer))
     if any(chunk.tied for chunk in chunks):
         checkpointer.load(found, tied_copies(chunks, optimizer))
 
 
-def _restore_random(checkpointer: Checkpointer, found: Found, mesh: ParallelMesh, say: Say) -> None:
+def _restore_random(
+    checkpointer: Checkpointer, found: StoredCheckpoint, mesh: ParallelMesh, say: Say
+) -> None:
     kept = checkpointer.load_rank_state(found)
     if kept is None:
         say("the layout differs from the checkpoint's: dropout draws other random numbers from here on")

@@ -12,7 +12,7 @@ from megatron_lite.checkpoint.folder import (
     find_in,
     refuse_to_replace,
 )
-from megatron_lite.checkpoint.storage import storage_for
+from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.config import CheckpointConfig, ConfigError
 from tests.checkpoint.folders import make_checkpoint, point
 
@@ -263,7 +263,7 @@ def test_a_rejected_checkpoint_counts_as_broken(tmp_path):
 def test_retention_goes_by_step(tmp_path, steps, saved, keep_last, retain, gone):
     for step in reversed(steps):
         make_checkpoint(tmp_path, step)
-    names = expired(storage_for(str(tmp_path)), saved, keep_last, retain)
+    names = expired(Storage(str(tmp_path)), saved, keep_last, retain)
     assert sorted(names) == [f"iter_{step:07d}" for step in gone]
 
 
@@ -272,8 +272,8 @@ def test_only_whole_checkpoints_count_as_newer_ones(tmp_path):
         make_checkpoint(tmp_path, step)
     _empty_a_file(tmp_path / "iter_0000015")
     _no_manifest(tmp_path / "iter_0000005")
-    assert expired(storage_for(str(tmp_path)), 20, 2, None) == [], "20 and 10 are the two whole ones"
-    assert expired(storage_for(str(tmp_path)), 20, 1, None) == ["iter_0000015", "iter_0000010"]
+    assert expired(Storage(str(tmp_path)), 20, 2, None) == [], "20 and 10 are the two whole ones"
+    assert expired(Storage(str(tmp_path)), 20, 1, None) == ["iter_0000015", "iter_0000010"]
 
 
 def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
@@ -284,7 +284,7 @@ def test_leftovers_of_killed_runs_go_and_nothing_else(tmp_path):
     assert find_in(str(tmp_path)).path.endswith("iter_0000015.replaced")
     for other in ("mine.tmp", "iter_0000020", "tensorboard"):
         (tmp_path / other).mkdir()
-    clear_leftovers(storage_for(str(tmp_path)))
+    clear_leftovers(Storage(str(tmp_path)))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["iter_0000005", "iter_0000015", "iter_0000020", "mine.tmp", "tensorboard"]
 

@@ -12,7 +12,7 @@ import pretrain_gpt
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.folder import clear_leftovers
 from megatron_lite.checkpoint.reading import CheckpointReader
-from megatron_lite.checkpoint.storage import LocalStorage
+from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.training.state import TrainState
@@ -104,10 +104,10 @@ def test_a_stored_flag_that_no_flag_can_be_is_refused(field, value):
 
 def test_leftovers_that_cannot_be_removed_stop_no_save(tmp_path, monkeypatch):
     (tmp_path / "iter_0000003.tmp").write_text("a file where a folder would be")
-    clear_leftovers(LocalStorage(str(tmp_path)))
+    clear_leftovers(Storage(str(tmp_path)))
     assert not list(tmp_path.iterdir())
     (tmp_path / "iter_0000004.tmp").mkdir()
-    monkeypatch.setattr(LocalStorage, "remove_folder", lambda self, path: Path("/nowhere").rmdir())
+    monkeypatch.setattr(Storage, "remove_folder", lambda self, path: Path("/nowhere").rmdir())
     write_checkpoint(str(tmp_path), 10, [("a", torch.ones(2))], {}, {})
     assert find_in(str(tmp_path)).iteration == 10
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.checkpoint.checkpointer import Checkpointer
-from megatron_lite.checkpoint.pieces import piece_of
 from megatron_lite.checkpoint.reading import CheckpointReader
+from megatron_lite.checkpoint.shards import shard_of
 from megatron_lite.config import CheckpointConfig
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.training.optimizer import build_optimizer
@@ -182,8 +182,8 @@ def test_rows_behind_the_vocabulary_may_be_more_or_fewer(tmp_path):
                 assert torch.equal(other[:59], tensor[:59]) if padded else torch.equal(other, tensor), name
 
 
-def _hand_made_pieces():
-    """Pieces by our rule against the rows DTensor itself scatters, for placements that FSDP over TP makes."""
+def _hand_made_shards():
+    """Shards by our rule against the rows DTensor itself scatters, for placements that FSDP over TP makes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(7 * 6).view(7, 6)
     for placements in (
@@ -193,23 +193,23 @@ def _hand_made_pieces():
         [Shard(0), Replicate()],
         [Shard(0), Shard(1)],
     ):
-        piece = piece_of(distribute_tensor(whole, mesh, placements))
-        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes))
-        assert torch.equal(piece.local, whole[box]), placements
-    # distribute_tensor cannot make a strided shard: FSDP makes it by cutting tensor parallelism's own piece.
+        shard = shard_of(distribute_tensor(whole, mesh, placements))
+        part = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes))
+        assert torch.equal(shard.local, whole[part]), placements
+    # distribute_tensor cannot make a strided shard: FSDP makes it by cutting tensor parallelism's own shard.
     dp, tp = mesh.get_coordinate()
     mine = whole.chunk(2, dim=0)[tp].chunk(2, dim=0)[dp]
     tensor = torch.distributed.tensor.DTensor.from_local(
         mine, mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False, shape=(7, 6), stride=(6, 1)
     )
-    piece = piece_of(tensor)
-    start = piece.offsets[0]
-    assert torch.equal(whole[start : start + piece.sizes[0]], mine)
+    shard = shard_of(tensor)
+    start = shard.offsets[0]
+    assert torch.equal(whole[start : start + shard.sizes[0]], mine)
     return True
 
 
-def test_pieces_are_the_boxes_that_dtensor_makes():
-    assert all(run_ranks(_hand_made_pieces, 4, init=True))
+def test_shards_are_the_slices_that_dtensor_makes():
+    assert all(run_ranks(_hand_made_shards, 4, init=True))
 
 
 def _errors(config, folder):

@@ -1,10 +1,12 @@
 """Reading one tensor at a time; files that are not what they say; pickles that would run code."""
 
 import gc
-import math
 import os
 import pickle
 import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,9 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from megatron_lite.checkpoint import records
 from megatron_lite.checkpoint.checkpointer import Checkpointer
-from megatron_lite.checkpoint.metadata import parse_metadata
-from megatron_lite.checkpoint.pieces import Piece
+from megatron_lite.checkpoint.metadata import StoredChunk, parse_metadata
 from megatron_lite.checkpoint.reading import CheckpointReader
+from megatron_lite.checkpoint.shards import LocalShard
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import CheckpointConfig, Config, ConfigError
 from tests.ranks import run_ranks
@@ -63,7 +65,7 @@ def test_we_read_what_torch_writes(folder):
     dcp.save(theirs, checkpoint_id=f"{folder}/other", no_dist=True)
     with CheckpointReader(folder) as reader:
         reader._tensors = parse_metadata(Path(folder, "other", ".metadata").read_bytes(), "x")
-        reader._name += "/other"
+        reader.stored = replace(reader.stored, name=f"{reader.stored.name}/other")
         for name, tensor in theirs.items():
             assert torch.equal(reader.read(name), tensor), name
 
@@ -77,10 +79,10 @@ def test_rows(folder, start, stop):
 def test_boxes_and_other_dtypes_and_strides(folder):
     with CheckpointReader(folder) as reader:
         target = torch.zeros(2, 2, 2, dtype=torch.float32)
-        reader.fill("cube", Piece(target, (2, 3, 4), (0, 1, 2)))
+        reader.fill({"cube": LocalShard(target, (2, 3, 4), (0, 1, 2))})
         assert torch.equal(target, TENSORS["cube"][:, 1:3, 2:4].float())
         target = torch.zeros(5, 7).T
-        reader.fill("matrix", Piece(target, (7, 5), (0, 0)))
+        reader.fill({"matrix": LocalShard(target, (7, 5), (0, 0))})
         assert torch.equal(target, TENSORS["matrix"])
 
 
@@ -189,7 +191,7 @@ def test_a_record_that_is_not_there_is_one_sentence(folder):
         reader.read("matrix")
     path.write_bytes(data[: start + 10])
     with pytest.raises(ConfigError, match="__0_0.distcp"):
-        CheckpointReader(reader.found).read("matrix")
+        CheckpointReader(reader.stored).read("matrix")
 
 
 def _verified(folder):
@@ -212,26 +214,33 @@ def test_verify_integrity_finds_one_flipped_bit_and_falls_back(tmp_path):
         assert "iter_0000010 does not count: __0_0.distcp has xxh3_128" in notes[0]
 
 
-def test_elements_are_found_without_the_table_of_contents(folder):
-    """Where the archive's first bytes say they are, and held against the table's answer."""
+def test_every_record_says_where_its_elements_end(folder):
     reader = CheckpointReader(folder)
     for name, stored in reader.names().items():
         for chunk in stored.chunks if name != "empty" else ():
             with Path(folder, chunk.file).open("rb", buffering=0) as file:
-                start, size = (
-                    records.likely_start(file, chunk),
-                    math.prod(chunk.sizes) * stored.dtype.itemsize,
-                )
-                assert start == records.elements_start(file, chunk, stored.dtype), name
-                assert records.follows(file, start + size, size)
-                assert not records.follows(file, start + size + 1, size)
-                assert not records.follows(file, start + size, size + 1)
+                end = records.elements_start(file, chunk) + (size := stored.nbytes)
+                assert records.ends_at(file, end, size), name
+                assert not records.ends_at(file, end + 1, size)
+                assert not records.ends_at(file, end, size + 1)
 
 
-def test_a_wrong_guess_of_the_place_is_noticed(folder, monkeypatch):
-    whole = {name: CheckpointReader(folder).read(name) for name in CheckpointReader(folder).names()}
-    guess = records.likely_start
-    for wrong in (lambda *where: None, lambda *where: guess(*where) + 4, lambda *where: guess(*where) - 64):
-        monkeypatch.setattr(records, "likely_start", wrong)
-        for name, tensor in whole.items():
-            assert torch.equal(CheckpointReader(folder).read(name), tensor), name
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_a_tensor_of_another_size_or_byte_order_is_refused(folder, tmp_path, alignment):
+    """Records as torch.save makes them, in the place of one of ours."""
+    with torch.utils.serialization.config.patch("save.storage_alignment", alignment):
+        torch.save(torch.arange(6.0), tmp_path / "good")
+        torch.save(torch.arange(5.0), tmp_path / "short")
+    data = (tmp_path / "good").read_bytes()
+    (tmp_path / "foreign").write_bytes(data.replace(b"little", b"big   "))
+    for name, says in (
+        ("good", None),
+        ("short", "holds no tensor of 24 bytes"),
+        ("foreign", "other byte order"),
+    ):
+        size = (tmp_path / name).stat().st_size
+        chunk, target = StoredChunk((0,), (6,), name, 0, size), torch.zeros(6)
+        with (tmp_path / name).open("rb") as file:
+            with nullcontext() if says is None else pytest.raises(records.RecordError, match=says):
+                records.read_slice(target, file, chunk, torch.float32, (0,))
+    assert target.tolist() == [0.0] * 6 and sys.byteorder == "little"

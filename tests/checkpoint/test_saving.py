@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.dcp import _HashedFile
 from megatron_lite.checkpoint.host_copy import HostCopy
 from megatron_lite.checkpoint.reading import CheckpointReader
-from megatron_lite.checkpoint.storage import LocalStorage
+from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import CheckpointConfig, Config, ConfigError
 from tests.checkpoint.folders import is_intact
@@ -58,7 +58,7 @@ def test_a_checkpoint_is_a_folder_with_all_that_is_needed(tmp_path):
     assert listed == there - {"manifest.json"}
     found = saver.find()
     assert saver.read_train_state(found) == {"consumed_samples": 40, "iteration": 10, "layout": {"dp": 1}}
-    assert Config.from_dict(saver.read_config(found)).checkpoint.save == str(tmp_path / "run")
+    assert Config.from_dict(found.config).checkpoint.save == str(tmp_path / "run")
     assert torch.equal(saver.load_rank_state(found)["cpu"], torch.get_rng_state())
 
 
@@ -90,7 +90,7 @@ def test_the_same_step_again_replaces_the_old_one(tmp_path):
 def test_no_room_is_known_before_a_byte_is_written(tmp_path, monkeypatch, capsys):
     saver = checkpointer(tmp_path)
     assert saver.save(5, {"a": torch.ones(1000)}, {}, {})
-    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 3000)
+    monkeypatch.setattr(Storage, "free_bytes", lambda self: 3000)
     assert not saver.save(10, {"a": torch.ones(1000)}, {}, {})
     line = capsys.readouterr().out
     assert line.startswith("warning: checkpoint of iteration 10 was not saved") and line.count("\n") == 1
@@ -202,10 +202,10 @@ def test_the_copy_may_overlap_with_the_next_step_but_not_with_the_update(tmp_pat
     saver.overlap_copy_with(optimizer)
     copy, started, release = HostCopy.copy, threading.Event(), threading.Event()
 
-    def slow_copy(self, pieces, ready):
+    def slow_copy(self, shards, ready):
         started.set()
         assert release.wait(30), "save has to return before the copy is made"
-        return copy(self, pieces, ready)
+        return copy(self, shards, ready)
 
     monkeypatch.setattr(HostCopy, "copy", slow_copy)
     for step in range(1, 4):
@@ -252,7 +252,7 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, self._kept(name, result))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "check_error", self.check)
-        monkeypatch.setattr(host_copy, "device_of", lambda pieces: torch.device("cuda", 3))
+        monkeypatch.setattr(host_copy, "device_of", lambda shards: torch.device("cuda", 3))
 
     def _kept(self, name, result):
         def call(*args):
@@ -352,7 +352,7 @@ def _die_at(number):
         return operation
 
     for name in OPERATIONS:
-        setattr(LocalStorage, name, wrap(name, getattr(LocalStorage, name)))
+        setattr(Storage, name, wrap(name, getattr(Storage, name)))
 
 
 def _every_death(save, step, keep_last):

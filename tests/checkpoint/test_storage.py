@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_lite.checkpoint import find_in
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.reading import CheckpointReader
-from megatron_lite.checkpoint.storage import RemoteStorage, storage_for
+from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.config import CheckpointConfig, Config, ConfigError
 from tests.ranks import run_ranks
 
@@ -65,7 +65,7 @@ class Killed(BaseException):
 def test_a_first_save_cut_off_in_a_store_does_not_block_the_next_start(store, monkeypatch):
     saver = checkpointer(STORE)
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteStorage, "write", _cut_off_at_the_manifest(RemoteStorage.write, Killed()))
+        patch.setattr(Storage, "write", _cut_off_at_the_manifest(Storage.write, Killed()))
         with pytest.raises(Killed):
             saver.save(5, {"a": torch.ones(3)}, {}, {})
     assert store.exists("/bucket/run/iter_0000005/.metadata") and find_in(STORE) is None
@@ -76,16 +76,14 @@ def test_a_first_save_cut_off_in_a_store_does_not_block_the_next_start(store, mo
 
 def test_a_save_that_fails_in_a_store_leaves_nothing(store, monkeypatch):
     saver = checkpointer(STORE)
-    monkeypatch.setattr(
-        RemoteStorage, "write", _cut_off_at_the_manifest(RemoteStorage.write, OSError(5, "gone"))
-    )
+    monkeypatch.setattr(Storage, "write", _cut_off_at_the_manifest(Storage.write, OSError(5, "gone")))
     assert not saver.save(5, {"a": torch.ones(3)}, {}, {})
     assert store.find("/bucket/run") == []
 
 
 def test_an_unknown_store_is_one_sentence():
     with pytest.raises(ConfigError, match="nonsense://bucket: fsspec cannot open it: Protocol not known"):
-        storage_for("nonsense://bucket")
+        Storage("nonsense://bucket")
 
 
 def _two_ranks(save):
@@ -98,6 +96,6 @@ def _two_ranks(save):
 
 def test_two_ranks_write_to_one_store(tmp_path):
     url = f"local://{tmp_path}/run"
-    assert isinstance(storage_for(url), RemoteStorage)
+    assert Storage(url).remote
     assert run_ranks(_two_ranks, 2, url, init=True) == [f"{url}/iter_0000005"] * 2
     assert CheckpointReader(url).read("a")[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]

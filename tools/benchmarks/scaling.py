@@ -26,7 +26,7 @@ from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.checkpoint.dcp import _Planner
 from megatron_lite.checkpoint.manifest import FileEntry, Manifest
 from megatron_lite.checkpoint.metadata import parse_metadata
-from megatron_lite.checkpoint.pieces import Piece
+from megatron_lite.checkpoint.shards import LocalShard
 from megatron_lite.config import Config
 from megatron_lite.data.index_kernels import (
     build_document_index,
@@ -295,14 +295,14 @@ def _shapes(layers: int) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
-def _pieces(shapes: Mapping[str, tuple[int, ...]], rank: int, ranks: int) -> dict[str, Piece]:
+def _pieces(shapes: Mapping[str, tuple[int, ...]], rank: int, ranks: int) -> dict[str, LocalShard]:
     """FSDP's cut along dim 0."""
     out = {}
     for name, shape in shapes.items():
         rows = -(-shape[0] // ranks)
         first = min(rank * rows, shape[0])
         local = torch.empty(min(rows, shape[0] - first), *shape[1:], device="meta")
-        out[name] = Piece(local, shape, (first, *(0 for _ in shape[1:])))
+        out[name] = LocalShard(local, shape, (first, *(0 for _ in shape[1:])))
     return out
 
 
