@@ -6,20 +6,18 @@
 Without --temperature the most likely token is taken. A model without a tokenizer takes and gives token ids.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.config import ConfigError
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.folder import ModelFolder
-from megatron_lite.hugging_face.folder_tokenizer import folder_tokenizer_flags
-from megatron_lite.hugging_face.imported_settings import end_ids
 from megatron_lite.model.generation import Sampling, generate
-from megatron_lite.model.loading import DTYPES, ReadTensor, load_chunk
+from megatron_lite.model.loading import DTYPES
 
 
 def main(argv: Sequence[str]) -> None:
@@ -28,53 +26,29 @@ def main(argv: Sequence[str]) -> None:
     if (arguments.load is None) == (arguments.hf_model is None):
         raise ConfigError("wanted one of --load and --hf-model")
     if arguments.temperature == 0 and (arguments.top_k or arguments.top_p):
-        raise ConfigError("--top-k and --top-p choose by chance, wanted a --temperature above 0 with them")
+        raise ConfigError("--top-k and --top-p need sampling, wanted a --temperature above 0 with them")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no CUDA device here, wanted cpu or no --device")
-    config, read, flags_of_tokenizer, ends = open_model(
-        arguments.load, arguments.ckpt_step, arguments.hf_model
-    )
-    if arguments.tokenizer_type is not None:
-        tokenizer = build_tokenizer(tokenizer_config(arguments), config.vocab_size)
+    if arguments.hf_model is None:
+        source = CheckpointModel(arguments.load, arguments.ckpt_step)
     else:
-        tokenizer = flags_of_tokenizer()
+        source = ModelFolder(arguments.hf_model)
+    if arguments.tokenizer_type is not None:
+        tokenizer = build_tokenizer(tokenizer_config(arguments), source.model.vocab_size)
+    else:
+        tokenizer = source.tokenizer()
     prompts = [encode(text, tokenizer) for text in arguments.prompt]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_chunk(config, range(config.num_layers), read, DTYPES[arguments.dtype], device)
+    model = source.load(DTYPES[arguments.dtype], device)
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     generator = torch.Generator().manual_seed(arguments.seed)
-    stop = (
-        ()
-        if arguments.ignore_eod
-        else ends(tokenizer) | ({tokenizer.eod} if tokenizer is not None else set())
-    )
+    stop = set() if arguments.ignore_eod else source.end_ids(tokenizer)
     for text, ids in zip(arguments.prompt, prompts):
         for _ in range(arguments.num_samples):
             new = generate(model, ids, arguments.max_new_tokens, sampling, generator, stop)
-            whole = decode(ids + new, tokenizer) if tokenizer is not None else f"{text} {decode(new, None)}"
-            print(whole, flush=True)
-
-
-def open_model(
-    load: str | None, step: int | None, hf_model: Path | None
-) -> tuple[ModelConfig, ReadTensor, Callable[[], Tokenizer | None], Callable[[Tokenizer | None], set[int]]]:
-    """Flags, weights by name, what gives the tokenizer, and the ids that end a text with one."""
-    if hf_model is None:
-        source = CheckpointModel(str(load), step)
-        return (
-            source.config.model,
-            source.read,
-            source.tokenizer,
-            lambda tokenizer: end_ids(source.settings) if source.has_imported_tokenizer(tokenizer) else set(),
-        )
-    folder = ModelFolder(hf_model)
-    weights = dict(folder.our_tensors())
-    flags = folder_tokenizer_flags(hf_model)
-
-    def tokenizer() -> Tokenizer | None:
-        return build_tokenizer(flags, folder.model.vocab_size) if flags is not None else None
-
-    return folder.model, weights.__getitem__, tokenizer, lambda tokenizer: end_ids(folder.settings)
+            print(
+                tokenizer.decode(ids + new) if tokenizer else f"{text} {' '.join(map(str, new))}", flush=True
+            )
 
 
 def encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
@@ -89,11 +63,6 @@ def encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
     return [int(word) for word in words]
 
 
-def decode(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Text of ids; without a tokenizer the ids."""
-    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
-
-
 def build_parser() -> Parser:
     """The tool's flags."""
     parser = Parser("Continue a prompt.")
@@ -103,14 +72,14 @@ def build_parser() -> Parser:
     parser.add_argument("--prompt", nargs="+", required=True, help="one or more texts")
     parser.add_argument("--max-new-tokens", type=number(1), default=64, help="(default: 64)")
     parser.add_argument(
-        "--num-samples", type=number(1), default=1, help="continuations a prompt (default: 1)"
+        "--num-samples", type=number(1), default=1, help="continuations of each prompt (default: 1)"
     )
-    parser.add_argument("--temperature", type=number(0, float), default=0.0, help="0 (default): no chance")
-    parser.add_argument("--top-k", type=number(1), help="draw among the K likeliest tokens")
+    parser.add_argument("--temperature", type=number(0, float), default=0.0, help="0 (default): greedy")
+    parser.add_argument("--top-k", type=number(1), help="sample among the K most likely tokens")
     parser.add_argument(
-        "--top-p", type=number(1e-6, float, 1.0), help="draw among the likeliest that sum to P"
+        "--top-p", type=number(1e-6, float, 1.0), help="sample among the most likely that sum to P"
     )
-    parser.add_argument("--seed", type=number(0), default=1234, help="of what is drawn (default: 1234)")
+    parser.add_argument("--seed", type=number(0), default=1234, help="of the sampling (default: 1234)")
     parser.add_argument("--ignore-eod", action="store_true", help="go on after an end of document")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the computation (default: fp32)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")

@@ -9,8 +9,6 @@ both sides agree (exit code 1 when they do not).
 from collections.abc import Sequence
 from pathlib import Path
 
-import transformers
-
 from megatron_lite.data.tokenizer import add_tokenizer_flags, build_tokenizer, tokenizer_config
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
@@ -18,25 +16,25 @@ from megatron_lite.hugging_face.conversions import ExportOptions, export_checkpo
 from megatron_lite.hugging_face.families import FAMILIES
 from megatron_lite.hugging_face.output_folder import check_free
 from megatron_lite.hugging_face.shards import parse_size
+from megatron_lite.hugging_face.verification import add_verification_flags, tolerance_of
 from megatron_lite.model.loading import DTYPES
 
 
 def main(argv: Sequence[str]) -> None:
     """Parse, export."""
     arguments = build_parser().parse_args(argv)
-    transformers.utils.logging.disable_progress_bar()
     options = ExportOptions(
         dtype=DTYPES[arguments.dtype],
         max_shard_bytes=parse_size(arguments.max_shard_size, "--max-shard-size"),
         architecture=arguments.architecture,
-        tolerance=None if arguments.no_verify else arguments.tolerance,
+        tolerance=tolerance_of(arguments),
     )
     check_free(arguments.output, "--output")
     source = CheckpointModel(arguments.load, arguments.ckpt_step)
     if arguments.no_tokenizer:
         tokenizer = None
     elif arguments.tokenizer_type is not None:
-        tokenizer = build_tokenizer(tokenizer_config(arguments), source.config.model.vocab_size)
+        tokenizer = build_tokenizer(tokenizer_config(arguments), source.model.vocab_size)
     else:
         tokenizer = source.tokenizer()
     export_checkpoint(source, arguments.output, tokenizer, options, print)
@@ -51,14 +49,8 @@ def build_parser() -> Parser:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: fp32)")
     parser.add_argument("--max-shard-size", default="5GB", help="largest file (default: 5GB)")
     parser.add_argument("--architecture", choices=FAMILIES, help="default: the first that fits the model")
-    parser.add_argument(
-        "--tolerance",
-        type=number(0, float),
-        default=1e-4,
-        help="largest difference of logits, as part of the largest logit (default: 1e-4)",
-    )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers")
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    add_verification_flags(parser)
     add_tokenizer_flags(parser)
     return parser
 

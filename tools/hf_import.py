@@ -10,30 +10,22 @@ logits of both sides agree (exit code 1 when they do not).
 from collections.abc import Sequence
 from pathlib import Path
 
-import transformers
-
-from megatron_lite.config import DataConfig
-from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.conversions import import_folder
 from megatron_lite.hugging_face.folder import ModelFolder
-from megatron_lite.hugging_face.folder_tokenizer import folder_tokenizer_flags
 from megatron_lite.hugging_face.output_folder import check_free
+from megatron_lite.hugging_face.verification import add_verification_flags, tolerance_of
 
 
 def main(argv: Sequence[str]) -> None:
     """Parse, import."""
     arguments = build_parser().parse_args(argv)
-    transformers.utils.logging.disable_progress_bar()
     check_free(arguments.save, "--save")
     source = ModelFolder(arguments.hf_model, arguments.make_vocab_size_divisible_by)
-    flags = None if arguments.no_tokenizer else folder_tokenizer_flags(arguments.hf_model)
-    tokenizer = build_tokenizer(flags, source.model.vocab_size) if flags is not None else None
-    print(
-        f"{arguments.hf_model}: {source.family.architecture}, tokenizer {tokenizer.name if tokenizer else 'none'}"
-    )
-    tolerance = None if arguments.no_verify else arguments.tolerance
-    import_folder(source, arguments.save, flags or DataConfig(), tokenizer, tolerance, print)
+    tokenizer = None if arguments.no_tokenizer else source.tokenizer()
+    name = tokenizer.name if tokenizer else "none"
+    print(f"{arguments.hf_model}: {source.family.architecture}, tokenizer {name}")
+    import_folder(source, arguments.save, tokenizer, tolerance_of(arguments), print)
 
 
 def build_parser() -> Parser:
@@ -47,14 +39,8 @@ def build_parser() -> Parser:
         default=128,
         help="the vocabulary is padded to a multiple of this (default: 128)",
     )
-    parser.add_argument(
-        "--tolerance",
-        type=number(0, float),
-        default=1e-4,
-        help="largest difference of logits, as part of the largest logit (default: 1e-4)",
-    )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers")
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    add_verification_flags(parser)
     return parser
 
 

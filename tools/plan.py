@@ -24,7 +24,7 @@ from megatron_lite.config.declare import flag_name
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.fields import read_json
-from megatron_lite.hugging_face.model_flags import command_line_of, read_model_config
+from megatron_lite.hugging_face.model_config import command_line_of, read_model_config
 from megatron_lite.planning.devices import DEVICES, GIB, Cluster, Device, custom_device
 from megatron_lite.planning.search import RECOMPUTE, Found, Layout, Plan, nothing_fits, search
 

@@ -10,14 +10,16 @@ from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.stored_tokenizer import stored_tokenizer_flags
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
-from megatron_lite.hugging_face.weights import our_shapes
+from megatron_lite.hugging_face.imported_settings import end_ids
+from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.model.loading import load_chunk, parameter_shapes
 
 
 class CheckpointModel:
     """One checkpoint opened for reading.
 
     Attributes:
-        config: the run's.
+        config, model: the run's configuration and its model's.
         train_state: iteration, consumed samples and so on.
         shapes: {global name: shape} of the weights.
         settings: of the Hugging Face model that training began from (imported_settings), None without one.
@@ -36,16 +38,21 @@ class CheckpointModel:
         self.path = self.reader.path
         self.config = Config.from_dict(self.reader.config)
         self.train_state = self.reader.train_state
-        if self.config.model.vocab_size is None or self.config.model.padded_vocab_size is None:
+        self.model = self.config.model
+        if self.model.vocab_size is None or self.model.padded_vocab_size is None:
             raise ConfigError(f"{self.path} does not say how large its vocabulary is")
         settings = self.train_state.get("hugging_face")
         self.settings: dict[str, Any] | None = settings if isinstance(settings, dict) else None
-        self.shapes = our_shapes(self.config.model)
+        self.shapes = parameter_shapes(self.model)
         self._check()
 
     def read(self, name: str) -> torch.Tensor:
         """A weight by its global name."""
         return self.reader.read(name)
+
+    def load(self, dtype: torch.dtype, device: str) -> GPTChunk:
+        """The whole model."""
+        return load_chunk(self.model, range(self.model.num_layers), self.read, dtype, device)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that the checkpoint keeps; None when its configuration names none.
@@ -53,19 +60,23 @@ class CheckpointModel:
         Raises:
             ConfigError: when its files are not there or its vocabulary is larger than the model's.
         """
-        data, model = self.config.data, self.config.model
+        data, size = self.config.data, self.model.vocab_size
         if data.tokenizer_type is None:
             return None
         flags = stored_tokenizer_flags(data, Path(self.path) / "tokenizer")
-        if data.tokenizer_type == "NullTokenizer":
-            return build_tokenizer(flags, model.vocab_size - 1)
-        return build_tokenizer(flags, model.vocab_size)
+        # A NullTokenizer is told the size without its end of document.
+        return build_tokenizer(flags, size - 1 if data.tokenizer_type == "NullTokenizer" else size)
 
     def has_imported_tokenizer(self, tokenizer: Tokenizer | None) -> bool:
         """Whether this is the imported model's tokenizer, or none that could name other ends of text."""
         if tokenizer is None or isinstance(tokenizer, NullTokenizer):
             return True
         return (self.settings or {}).get("tokenizer_fingerprint") == tokenizer.fingerprint
+
+    def end_ids(self, tokenizer: Tokenizer | None) -> set[int]:
+        """The ids that end a text, by the imported model (if the tokenizer is its own) and by a tokenizer."""
+        imported = end_ids(self.settings) if self.has_imported_tokenizer(tokenizer) else set()
+        return imported | ({tokenizer.eod} if tokenizer is not None else set())
 
     def _check(self) -> None:
         stored = self.reader.names()

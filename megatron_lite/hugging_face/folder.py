@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.config import ConfigError, DataConfig, ModelConfig
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.files.foreign_files import foreign_file
-from megatron_lite.hugging_face.families import GPT2, Family
+from megatron_lite.hugging_face.family import Family
 from megatron_lite.hugging_face.fields import read_json
-from megatron_lite.hugging_face.imported_settings import read_imported_settings
-from megatron_lite.hugging_face.model_flags import read_model_config
-from megatron_lite.hugging_face.weights import HEAD_WEIGHT, our_shapes, tensor_maps, to_ours
+from megatron_lite.hugging_face.imported_settings import end_ids, read_imported_settings
+from megatron_lite.hugging_face.model_config import read_model_config
+from megatron_lite.hugging_face.weights import HEAD_WEIGHT, tensor_maps, to_ours
+from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.model.loading import load_chunk, parameter_shapes
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -59,7 +62,7 @@ class ModelFolder:
                 f"{path} has {len(self._files):,} tensors, too few for {self.model.num_layers:,} layers"
             )
         self._prefix = self._find_prefix()
-        self.maps = tensor_maps(self.family.architecture, self.model)
+        self.maps = tensor_maps(self.family, self.model)
         self._check_names()
 
     def read(self, name: str) -> torch.Tensor:
@@ -79,10 +82,41 @@ class ModelFolder:
 
     def our_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(global name, tensor) of the whole model, in fp32 as training keeps them. Raises as read does."""
-        shapes = our_shapes(self.model)
+        shapes = parameter_shapes(self.model)
         for entry in self.maps:
             for name, tensor in to_ours(entry, self._checked(entry.theirs), shapes, self.model):
                 yield name, tensor.float()
+
+    def load(self, dtype: torch.dtype, device: str) -> GPTChunk:
+        """The whole model. Raises as read does."""
+        tensors = dict(self.our_tensors())
+        return load_chunk(self.model, range(self.model.num_layers), tensors.__getitem__, dtype, device)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's tokenizer, None when it has none that is known."""
+        flags = self.tokenizer_flags()
+        return build_tokenizer(flags, self.model.vocab_size) if flags is not None else None
+
+    def end_ids(self, tokenizer: Tokenizer | None) -> set[int]:
+        """The ids that end a text, by the folder and by a tokenizer."""
+        return end_ids(self.settings) | ({tokenizer.eod} if tokenizer is not None else set())
+
+    def tokenizer_flags(self) -> DataConfig | None:
+        """The flags that read the folder's tokenizer; None when it has none that is known.
+
+        tokenizer.json comes first: it is what transformers itself reads.
+        """
+        folder = self.path.absolute()
+        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        if (folder / "tokenizer.json").is_file():
+            return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+        if (model := folder / "tokenizer.model").is_file():
+            return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
+        if vocabulary.is_file() and merges.is_file():
+            return DataConfig(
+                tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges)
+            )
+        return None
 
     def _checked(self, name: str) -> torch.Tensor:
         tensor = self.read(name)
@@ -103,7 +137,7 @@ class ModelFolder:
 
     def _find_prefix(self) -> str:
         """Bare models (GPT-2's own files) leave out the prefix that the class with a head adds."""
-        prefix = "transformer." if self.family.architecture == GPT2 else "model."
+        prefix = self.family.weights[0].theirs.split(".")[0] + "."
         return "" if any(name.startswith(prefix) for name in self._files) else prefix
 
     def _stored_name(self, name: str) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.hugging_face.families import Family
-from megatron_lite.hugging_face.fields import read_json
+from megatron_lite.hugging_face.family import Family
+from megatron_lite.hugging_face.fields import config_class, read_json
 
 Settings = dict[str, Any]
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,7 +32,8 @@ def read_imported_settings(folder: Path, content: Mapping[str, Any], family: Fam
     """
     config = {name: value for name, value in content.items() if name not in REPLACED}
     # What is silent there transformers takes from the class: written down, another class cannot take other ids.
-    config |= {name: content.get(name, family.defaults[name]) for name in TOKEN_IDS}
+    defaults = config_class(family.model_type).defaults
+    config |= {name: content.get(name, defaults.get(name)) for name in TOKEN_IDS}
     settings: Settings = {"architecture": family.architecture, "config": config}
     if (folder / "generation_config.json").is_file():
         settings["generation_config"] = read_json(folder / "generation_config.json")
@@ -55,7 +56,7 @@ def end_ids(settings: Settings | None) -> set[int]:
 
 
 def exported_settings(
-    settings: Settings | None, own: Mapping[str, int], same_tokenizer: bool, say: Callable[[str], None]
+    settings: Settings | None, own: Mapping[str, int], same_tokenizer: bool, log: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields for config.json, generation_config.json) of an export; lines for what is left out.
 
@@ -71,21 +72,21 @@ def exported_settings(
         lost = {name: config[name] for name in TOKEN_IDS if config.get(name) not in (None, ids[name])}
         if lost:
             was = ", ".join(f"{name} {value}" for name, value in lost.items())
-            say(f"another tokenizer than the imported model's: its {was} are left out")
+            log(f"another tokenizer than the imported model's: its {was} are left out")
         config |= ids
         generation = {name: value for name, value in generation.items() if name not in TOKEN_IDS}
         generation |= {name: value for name, value in ids.items() if value is not None}
     elif "generation_config" not in settings:
         generation = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
     if config["eos_token_id"] is None and "eos_token_id" not in generation:
-        say("no token ends a text: eos_token_id is left out")
+        log("no token ends a text: eos_token_id is left out")
     return config, generation
 
 
-def imported_tokenizer_fields(settings: Settings | None, say: Callable[[str], None]) -> dict[str, Any]:
+def imported_tokenizer_fields(settings: Settings | None, log: Callable[[str], None]) -> dict[str, Any]:
     """What of an imported tokenizer_config.json is written again, a line for the rest."""
     stored = (settings or {}).get("tokenizer_config") or {}
     left = sorted(name for name in stored if name not in TOKENIZER_FIELDS and stored[name] is not None)
     if left:
-        say(f"tokenizer_config.json is written anew, without the imported {', '.join(left)}")
+        log(f"tokenizer_config.json is written anew, without the imported {', '.join(left)}")
     return {name: stored[name] for name in TOKENIZER_FIELDS if name in stored}

@@ -4,7 +4,8 @@ Ours is run layer by layer from the stored weights, so that only theirs is ever 
 Shapes: B rows, S positions, v true vocabulary.
 """
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,11 +13,17 @@ import torch
 import transformers
 
 from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.files.command_line import RunError, number
+from megatron_lite.hugging_face.family import Family
 from megatron_lite.model.loading import ReadTensor, load_chunk
 
 RANDOM_ROWS, RANDOM_LENGTH = 2, 64
 # Windows up to this many tokens are crossed by the prompts; a longer prompt would take minutes on a CPU.
 CROSSED_WINDOW = 1024
+
+
+class VerificationError(RunError):
+    """Both sides computed different logits: the conversion is wrong, nothing was kept."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,56 @@ class Comparison:
         )
 
 
+def add_verification_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a program that verifies a conversion."""
+    parser.add_argument(
+        "--tolerance",
+        type=number(0, float),
+        default=1e-4,
+        help="largest difference of logits, as part of the largest logit (default: 1e-4)",
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers")
+
+
+def tolerance_of(arguments: argparse.Namespace) -> float | None:
+    """What these flags say: None = no comparison."""
+    return None if arguments.no_verify else arguments.tolerance
+
+
+def verify(
+    model: ModelConfig,
+    read: ReadTensor,
+    folder: Path,
+    family: Family,
+    texts: Sequence[Sequence[int]],
+    tolerance: float,
+    log: Callable[[str], None],
+) -> None:
+    """Compare this model's logits with those of transformers, which loads the folder.
+
+    Args:
+        read: gives our parameter by its global name.
+        texts: token ids of real texts.
+        tolerance: largest difference, as part of the largest logit.
+
+    Raises:
+        ConfigError: when transformers cannot load the folder.
+        VerificationError: when the logits differ by more.
+    """
+    prompts = make_prompts(model, texts)
+    ours = our_logits(model, read, prompts)
+    results = compare(prompts, ours, their_logits(folder, family.architecture, prompts))
+    for result in results:
+        log(f"verified: {result}" if result.within(tolerance) else f"DIFFERENT: {result}")
+    wrong = [result for result in results if not result.within(tolerance)]
+    if wrong:
+        worst = max(wrong, key=lambda result: result.largest)
+        raise VerificationError(
+            f"logits differ from transformers' by {worst.largest:.2e} ({worst.name}), wanted at most {tolerance:g} "
+            f"of the largest logit {worst.scale:.3g}: nothing was kept"
+        )
+
+
 def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: int = 1) -> list[Prompt]:
     """Random tokens over the whole vocabulary, and real ones.
 
@@ -62,7 +119,7 @@ def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: 
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(0, model.vocab_size, (RANDOM_ROWS, length), generator=generator)
     prompts = [Prompt("random tokens", random)]
-    real = [number for text in texts for number in text if number < model.vocab_size][:length]
+    real = [token for text in texts for token in text if token < model.vocab_size][:length]
     if len(real) > 1:
         prompts.append(Prompt("real text", torch.tensor([real])))
     return prompts
@@ -79,8 +136,8 @@ def our_logits(model: ModelConfig, read: ReadTensor, prompts: Sequence[Prompt]) 
     embedding = load_chunk(plain, (), read, has_lm_head=False)
     states = [embedding(prompt.tokens) for prompt in prompts]
     del embedding
-    for number in range(model.num_layers):
-        layer = load_chunk(plain, (number,), read, has_embedding=False, has_lm_head=False)
+    for index in range(model.num_layers):
+        layer = load_chunk(plain, (index,), read, has_embedding=False, has_lm_head=False)
         states = [layer(state) for state in states]
     head = load_chunk(plain, (), read, has_embedding=False)
     return [head(state)[..., : model.vocab_size] for state in states]
@@ -88,22 +145,25 @@ def our_logits(model: ModelConfig, read: ReadTensor, prompts: Sequence[Prompt]) 
 
 @torch.no_grad()
 def their_logits(folder: Path, architecture: str, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
-    """The same by transformers, which loads the folder as any user would, in fp32.
+    """Logits [B, S, v] of each prompt by transformers, which loads the folder as any user would, in fp32.
 
     Raises:
         ConfigError: when transformers cannot load the folder, or finds tensors missing or left over.
     """
-    kind = getattr(transformers, architecture)
+    transformers.utils.logging.disable_progress_bar()
+    kind = getattr(
+        transformers, architecture, transformers.AutoModelForCausalLM
+    )  # a class that a user registered
     try:
-        model, told = kind.from_pretrained(
+        model, loading = kind.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # noqa: BLE001  transformers raises what its many checks raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"transformers cannot load {folder}: {reason}") from None
     for problem in ("missing_keys", "mismatched_keys"):
-        if told[problem]:
-            raise ConfigError(f"transformers loads {folder} with {problem}: {sorted(told[problem])[:4]}")
+        if loading[problem]:
+            raise ConfigError(f"transformers loads {folder} with {problem}: {sorted(loading[problem])[:4]}")
     model.eval()
     return [model(prompt.tokens, use_cache=False).logits for prompt in prompts]
 

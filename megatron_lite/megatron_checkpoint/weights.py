@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 
 from megatron_lite.config import ConfigError, ModelConfig
-from megatron_lite.hugging_face.weights import our_shapes
 from megatron_lite.megatron_checkpoint.legacy import RANK_FOLDER, LegacyCheckpoint
 from megatron_lite.megatron_checkpoint.torch_dist import METADATA, TorchDistCheckpoint
+from megatron_lite.model.loading import parameter_shapes
 
 POINTER = "latest_checkpointed_iteration.txt"
 PLAIN = {
@@ -106,7 +106,7 @@ def our_tensors(source: Source, model: ModelConfig) -> Iterator[tuple[str, torch
     Raises:
         ConfigError: for a tensor that is missing or whose shape is not what the flags say.
     """
-    for name, shape in our_shapes(model).items():
+    for name, shape in parameter_shapes(model).items():
         tensor = _read(name, source, model)
         seen = list(tensor.shape)
         if seen != list(shape):

@@ -9,6 +9,7 @@ from megatron_lite.model.gpt import GPTChunk
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ReadTensor = Callable[[str], torch.Tensor]
+Shape = tuple[int, ...]
 
 
 def load_chunk(
@@ -32,3 +33,10 @@ def load_chunk(
     for name, parameter in chunk.named_global_parameters():
         parameter.data.copy_(read(name))
     return chunk.eval().requires_grad_(False)
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """{global name: shape} of the whole model."""
+    with torch.device("meta"):
+        chunk = GPTChunk(model, range(model.num_layers))
+    return {name: tuple(parameter.shape) for name, parameter in chunk.named_global_parameters()}

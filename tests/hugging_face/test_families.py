@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.hugging_face.folder import ModelFolder
-from megatron_lite.hugging_face.model_config_json import choose_architecture, model_config_json
-from megatron_lite.hugging_face.weights import our_shapes, tensor_maps, to_ours, to_theirs
+from megatron_lite.hugging_face.model_config import choose_family, model_config_json
+from megatron_lite.hugging_face.weights import tensor_maps, to_ours, to_theirs
 from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.model.loading import parameter_shapes
 from tests.hugging_face.models import CASES, VOCAB, random_tokens, saved
 
 
@@ -20,7 +21,7 @@ def our_model(folder):
     """GPTChunk with the weights of a folder."""
     chunk = GPTChunk(folder.model, range(folder.model.num_layers))
     parameters = dict(chunk.named_global_parameters())
-    shapes = our_shapes(folder.model)
+    shapes = parameter_shapes(folder.model)
     for entry in folder.maps:
         for name, tensor in to_ours(entry, folder.read(entry.theirs), shapes, folder.model):
             parameters.pop(name).data.copy_(tensor)
@@ -29,7 +30,7 @@ def our_model(folder):
 
 
 def their_gradients_as_ours(theirs, folder):
-    shapes = our_shapes(folder.model)
+    shapes = parameter_shapes(folder.model)
     named = dict(theirs.named_parameters())
     return {
         name: gradient
@@ -115,12 +116,12 @@ def test_what_is_rewritten_on_the_way_out(case):
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
         if "norm" in name.split(".")[-2] and not model.apply_layernorm_1p:
             parameter.data += 1.0
-    architecture = choose_architecture(model)
-    config = transformers.AutoConfig.for_model(**model_config_json(model, architecture, "float32", {}))
+    family = choose_family(model)
+    config = transformers.AutoConfig.for_model(**model_config_json(model, family, "float32", {}))
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     state = {
         entry.theirs: to_theirs(entry, [weights[part].data for part in entry.ours], model)
-        for entry in tensor_maps(architecture, model)
+        for entry in tensor_maps(family, model)
     }
     told = theirs.load_state_dict(state, strict=False)
     assert not told.unexpected_keys and set(told.missing_keys) <= {"lm_head.weight"}
@@ -132,7 +133,7 @@ def test_what_is_rewritten_on_the_way_out(case):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"squared_relu": True, "swiglu": False}, "an MLP without --swiglu"),
+        ({"squared_relu": True, "swiglu": False}, "--activation squared_relu"),
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
         ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({"position_embedding_type": "none"}, "--position-embedding-type none"),
@@ -145,7 +146,7 @@ def test_what_is_rewritten_on_the_way_out(case):
 )
 def test_a_model_without_counterpart_is_refused_by_flag(changes, words):
     with pytest.raises(ConfigError, match=words):
-        choose_architecture(replace(OURS, **changes))
+        choose_family(replace(OURS, **changes))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -153,14 +154,18 @@ def test_config_there_and_back(name, tmp_path):
     """config.json written from our flags gives transformers the same model, and us the same flags."""
     theirs = saved(name, tmp_path)
     before = ModelFolder(tmp_path)
-    architecture = choose_architecture(before.model)
+    family = choose_family(before.model)
     if "no-window" not in name:  # without a window Mistral computes what Llama computes
-        assert architecture == theirs.config.architectures[0]
-    content = model_config_json(before.model, architecture, "float32", {"bos": 1, "eos": 2})
+        assert family.architecture == theirs.config.architectures[0]
+    content = model_config_json(before.model, family, "float32", {"bos": 1, "eos": 2})
     (tmp_path / "config.json").write_text(json.dumps(content))
     after = ModelFolder(tmp_path)
     assert after.model == before.model
-    again = type(theirs).from_pretrained(tmp_path) if architecture == theirs.config.architectures[0] else None
+    again = (
+        type(theirs).from_pretrained(tmp_path)
+        if family.architecture == theirs.config.architectures[0]
+        else None
+    )
     if again is not None:
         tokens = random_tokens()
         torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)

@@ -15,8 +15,8 @@ from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import Config, DataConfig, ModelConfig
 from megatron_lite.files.command_line import run
-from megatron_lite.hugging_face import conversions, weights
-from megatron_lite.hugging_face.weights import our_shapes
+from megatron_lite.hugging_face import conversions, verification, weights
+from megatron_lite.model.loading import parameter_shapes
 from tests import local_tokenizers
 from tests.hugging_face.models import VOCAB, build, random_tokens, saved
 from tools import generate, hf_export, hf_import
@@ -93,7 +93,7 @@ def trained(tmp_path_factory):
         padded_vocab_size=size + 27,
     )
     generator = torch.Generator().manual_seed(1)
-    tensors = [(n, 0.3 * torch.randn(s, generator=generator)) for n, s in our_shapes(model).items()]
+    tensors = [(n, 0.3 * torch.randn(s, generator=generator)) for n, s in parameter_shapes(model).items()]
     state = {"consumed_samples": 160, "consumed_tokens": 5120}
     config = Config(model=model, data=data).to_dict()
     write_checkpoint(str(folder / "ck"), 10, tensors, config, state, [folder / "t.model"])
@@ -185,8 +185,8 @@ def test_a_wrong_conversion_keeps_nothing(trained, tmp_path, capsys, monkeypatch
     checkpoint, _, _ = trained
     original = weights.tensor_maps
 
-    def swapped(architecture, model):
-        maps = original(architecture, model)
+    def swapped(family, model):
+        maps = original(family, model)
         names = [entry.ours for entry in maps]
         a, b = names.index(("layers.0.mlp.gate_proj.weight",)), names.index(("layers.0.mlp.up_proj.weight",))
         maps[a], maps[b] = (
@@ -207,8 +207,8 @@ def test_a_wrong_conversion_keeps_nothing(trained, tmp_path, capsys, monkeypatch
 
 def test_a_wrong_import_keeps_nothing(tmp_path, capsys, monkeypatch):
     saved("llama-gqa-untied", tmp_path / "hf")
-    theirs = conversions.their_logits
-    monkeypatch.setattr(conversions, "their_logits", lambda *a: [1.01 * logits for logits in theirs(*a)])
+    theirs = verification.their_logits
+    monkeypatch.setattr(verification, "their_logits", lambda *a: [1.01 * logits for logits in theirs(*a)])
     code, out, err = call(hf_import, "--hf-model", tmp_path / "hf", "--save", tmp_path / "ck", capsys=capsys)
     assert code == 1 and "DIFFERENT" in out and err.count("\n") == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
@@ -294,10 +294,10 @@ def test_a_model_without_counterpart_names_the_flags(trained, tmp_path, capsys):
     write_checkpoint(str(tmp_path / "ck"), 1, kept, config, {})
     argv = ("--load", tmp_path / "ck", "--output", tmp_path / "hf", "--no-tokenizer")
     code, _, err = call(hf_export, *argv, capsys=capsys)
-    assert code == 2 and "LlamaForCausalLM has no counterpart for an MLP without --swiglu" in err
+    assert code == 2 and "LlamaForCausalLM has no counterpart for --activation squared_relu" in err
     argv = ("--load", checkpoint, "--output", tmp_path / "hf", "--architecture", "Qwen3ForCausalLM")
     code, _, err = call(hf_export, *argv, capsys=capsys)
-    assert code == 2 and "Qwen3ForCausalLM has no counterpart for attention without --qk-layernorm" in err
+    assert code == 2 and "Qwen3ForCausalLM has no counterpart for a model without --qk-layernorm" in err
 
 
 def test_as_a_program():

@@ -13,7 +13,7 @@ import pytest
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import ConfigError
 from megatron_lite.distributed.environment import Environment
-from megatron_lite.hugging_face.model_flags import read_model_config
+from megatron_lite.hugging_face.model_config import read_model_config
 from tests.planning.layouts import SMALL
 from tools.plan import main
 
