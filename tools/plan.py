@@ -36,12 +36,6 @@ TEXTS = {
 }
 # What a run needs and a plan does not: (flags, one of which is needed), a value that the parser takes.
 NOT_PLANNED = ((("--train-iters", "--train-samples"), "1"), (("--lr",), "1e-4"))
-ASSUMED = (
-    "an estimate: matrix products reach {efficiency:.0%} of the {peak:,.0f} TFLOP/s peak, links {link:.0%} of "
-    "{nvlink:,.0f} (NVLink) and {network:,.0f} GB/s (network) a GPU and direction; {limit:,.1f} GiB of {memory:,.1f} "
-    "a GPU are planned for; tensor and context communication is not overlapped, FSDP's is; data loading, logging, "
-    "checkpoints and kernel launches (small models) are not counted"
-)
 
 
 def build_parser() -> Parser:
@@ -53,18 +47,13 @@ def build_parser() -> Parser:
         epilog="All other flags are pretrain_gpt.py's: see its --help.",
     )
     parser.add_argument("--num-gpus", type=number(1), required=True, help="GPUs to plan for")
-    parser.add_argument(
-        "--gpus-per-node", type=number(1), default=8, help="GPUs behind one NVLink (default 8)"
-    )
+    parser.add_argument("--gpus-per-node", type=number(1), default=8, help="GPUs of one NVLink (default 8)")
     parser.add_argument("--gpu", choices=(*DEVICES, "custom"), required=True, help="the kind of GPU")
     for name in CUSTOM:
         parser.add_argument(flag_name(name), type=positive, help="of a --gpu custom")
     parser.add_argument("--model", type=Path, help="a Hugging Face model's folder, or its config.json")
-    parser.add_argument(
-        "--efficiency",
-        type=number(0.01, float, 1.0),
-        help="share of peak that matrix products reach (default 0.65)",
-    )
+    share = "share of peak that matrix products reach (default 0.65)"
+    parser.add_argument("--efficiency", type=number(0.01, float, 1.0), help=share)
     parser.add_argument("--top", type=number(1), default=5, help="layouts to show (default 5)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     held = parser.add_argument_group("layout flags that are held, not chosen, when given")
@@ -82,18 +71,14 @@ def device_of(own: argparse.Namespace) -> Device:
     Raises:
         ConfigError: a custom one without all its numbers, or numbers for a known one.
     """
-    given = {name: getattr(own, name) for name in CUSTOM if getattr(own, name) is not None}
-    flags = [flag_name(name) for name in CUSTOM]
-    if own.gpu == "custom":
-        missing = [flag for flag, name in zip(flags, CUSTOM) if name not in given]
-        if missing:
-            raise ConfigError(f"--gpu custom needs {', '.join(missing)}")
-        device = custom_device(*(given[name] for name in CUSTOM))
-    elif given:
-        first = flag_name(next(iter(given)))
-        raise ConfigError(f"{first} describes a --gpu custom, --gpu is {own.gpu}: its data sheet is known")
-    else:
-        device = DEVICES[own.gpu]
+    numbers = {flag_name(name): getattr(own, name) for name in CUSTOM}
+    missing = [flag for flag, value in numbers.items() if value is None]
+    if own.gpu == "custom" and missing:
+        raise ConfigError(f"--gpu custom needs {', '.join(missing)}")
+    if own.gpu != "custom" and len(missing) < len(numbers):
+        given = next(flag for flag in numbers if flag not in missing)
+        raise ConfigError(f"{given} describes a --gpu custom, --gpu is {own.gpu}: its data sheet is known")
+    device = custom_device(*numbers.values()) if own.gpu == "custom" else DEVICES[own.gpu]
     return replace(device, efficiency=own.efficiency) if own.efficiency else device
 
 
@@ -147,16 +132,10 @@ def read_model(flags: Sequence[str]) -> Config:
     return with_vocabulary(config, size)
 
 
-def flags_of(plan: Plan, flags: Sequence[str]) -> list[str]:
-    """The command line of pretrain_gpt.py for a plan."""
-    return [*flags, *plan.layout.flags()]
-
-
 def refusal(layout: Layout, flags: Sequence[str], num_gpus: int) -> str | None:
     """What `pretrain_gpt.py --check` would say against a layout; None when it accepts it."""
     try:
-        words = ["--world-size", str(num_gpus), *flags, *layout.flags()]
-        parse_checked(words)
+        parse_checked(["--world-size", str(num_gpus), *flags, *layout.flags()])
     except ConfigError as error:
         return str(error)
     return None
@@ -164,12 +143,9 @@ def refusal(layout: Layout, flags: Sequence[str], num_gpus: int) -> str | None:
 
 def describe(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
     """The table of the best, what became of the others, the assumptions, and the commands."""
-    rows = [
-        ("", "pp", "chunks", "schedule", "tp", "cp", "dp", "copies", "micro", "recompute", "reshard")
-        + ("GiB/GPU", "s/step", "tokens/s/GPU", "TFLOP/s", "MFU", "idle", "exposed")
-    ]
-    rows += [_row(place, plan) for place, plan in enumerate(found.plans, 1)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = [{"": str(place)} | _cells(plan) for place, plan in enumerate(found.plans, 1)]
+    rows = [list(cells[0]), *(list(row.values()) for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows]
     lines += ["", *_summary(found, cluster), "", _assumptions(cluster)]
     if unknown(flags):
@@ -179,7 +155,10 @@ def describe(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
             f"the commands still need {missing}; the data and the tokenizer where they are not given",
         ]
     for place, plan in enumerate(found.plans, 1):
-        lines += ["", f"# {place}: memory of pipeline rank {plan.worst.rank}, GiB: " + _parts(plan)]
+        worst = plan.worst
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in worst.parts.items() if size)
+        host = f"; in the node's memory, a GPU: {worst.host / GIB:.2f}" if worst.host else ""
+        lines += ["", f"# {place}: memory of pipeline rank {worst.rank}, GiB: {parts}{host}"]
         lines.append(command_of(plan, cluster, flags))
     return "\n".join(lines)
 
@@ -190,37 +169,37 @@ def command_of(plan: Plan, cluster: Cluster, flags: Sequence[str]) -> str:
     words = ["torchrun", "--nproc-per-node", str(min(cluster.num_gpus, cluster.gpus_per_node))]
     if nodes > 1:
         words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"]
-    return shlex.join([*words, "pretrain_gpt.py", *flags_of(plan, flags)])
+    return shlex.join([*words, "pretrain_gpt.py", *flags, *plan.layout.flags()])
 
 
-def _row(place: int, plan: Plan) -> tuple[str, ...]:
-    layout, time, parallel = plan.layout, plan.time, plan.config.parallel
-    tokens = plan.config.training.global_batch_size * plan.config.data.seq_length
-    return (
-        str(place),
-        str(layout.pipeline_model_parallel_size),
-        str(layout.num_virtual_stages_per_pipeline_rank),
-        layout.pipeline_schedule,
-        str(layout.tensor_model_parallel_size),
-        str(layout.context_parallel_size),
-        str(parallel.data_parallel_size),
-        str(layout.num_distributed_optimizer_instances),
-        str(layout.micro_batch_size),
-        layout.recompute_granularity,
-        layout.reshard_after_forward,
-        f"{plan.worst.total / GIB:.1f}",
-        f"{time.seconds:.3f}",
-        f"{tokens / time.seconds / parallel.world_size:,.0f}",
-        f"{time.tflops:.0f}",
-        f"{time.mfu:.1%}",
-        f"{time.bubble:.1%}",
-        f"{time.exposed / time.seconds:.1%}",
-    )
+def _cells(plan: Plan) -> dict[str, str]:
+    """Column -> cell of a plan's row."""
+    layout, time, config = plan.layout, plan.time, plan.config
+    tokens = config.training.global_batch_size * config.data.seq_length
+    return {
+        "pp": str(layout.pipeline_model_parallel_size),
+        "chunks": str(layout.num_virtual_stages_per_pipeline_rank),
+        "schedule": layout.pipeline_schedule,
+        "tp": str(layout.tensor_model_parallel_size),
+        "cp": str(layout.context_parallel_size),
+        "dp": str(config.parallel.data_parallel_size),
+        "copies": str(layout.num_distributed_optimizer_instances),
+        "micro": str(layout.micro_batch_size),
+        "recompute": layout.recompute_granularity,
+        "reshard": layout.reshard_after_forward,
+        "GiB/GPU": f"{plan.worst.total / GIB:.1f}",
+        "s/step": f"{time.seconds:.3f}",
+        "tokens/s/GPU": f"{tokens / time.seconds / config.parallel.world_size:,.0f}",
+        "TFLOP/s": f"{time.tflops:.0f}",
+        "MFU": f"{time.mfu:.1%}",
+        "idle": f"{time.bubble:.1%}",
+        "exposed": f"{time.exposed / time.seconds:.1%}",
+    }
 
 
 def _summary(found: Found, cluster: Cluster) -> list[str]:
     lines = [
-        f"{found.tried:,} layouts held against {cluster.memory_limit / GIB:,.1f} GiB: {found.fitting:,} fit"
+        f"{found.tried:,} layouts checked against {cluster.memory_limit / GIB:,.1f} GiB: {found.fitting:,} fit"
     ]
     if found.least_missing is not None:
         size, layout = found.least_missing
@@ -232,22 +211,14 @@ def _summary(found: Found, cluster: Cluster) -> list[str]:
     return lines + [f"{count:,} cannot run: {reason}" for reason, count in refused]
 
 
-def _parts(plan: Plan) -> str:
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.worst.parts.items() if size)
-    host = f"; in the node's memory, a GPU: {plan.worst.host / GIB:.2f}" if plan.worst.host else ""
-    return parts + host
-
-
 def _assumptions(cluster: Cluster) -> str:
     device = cluster.device
-    return ASSUMED.format(
-        efficiency=device.efficiency,
-        peak=device.flops / 1e12,
-        link=cluster.link_efficiency,
-        nvlink=device.nvlink / 1e9,
-        network=device.network / 1e9,
-        limit=cluster.memory_limit / GIB,
-        memory=device.memory / GIB,
+    return (
+        f"an estimate: matrix products reach {device.efficiency:.0%} of the {device.flops / 1e12:,.0f} TFLOP/s peak, "
+        f"links {cluster.link_efficiency:.0%} of {device.nvlink / 1e9:,.0f} (NVLink) and {device.network / 1e9:,.0f} "
+        f"GB/s (network) a GPU and direction; {cluster.memory_limit / GIB:,.1f} GiB of {device.memory / GIB:,.1f} a "
+        "GPU are planned for; tensor and context communication is not overlapped, FSDP's is; data loading, logging, "
+        "checkpoints and kernel launches (small models) are not counted"
     )
 
 
@@ -260,7 +231,7 @@ def as_json(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
                 one.parts | {"rank": one.rank, "total": one.total, "host": one.host} for one in plan.memory
             ],
             "step": asdict(plan.time),
-            "flags": flags_of(plan, flags),
+            "flags": [*flags, *plan.layout.flags()],
             "command": command_of(plan, cluster, flags),
         }
         for plan in found.plans
@@ -273,13 +244,8 @@ def as_json(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
         "closest_that_is_too_large": {"missing_bytes": size, "flags": layout.flags()} if layout else None,
         "cannot_run": found.refused,
     }
-    text = {
-        "plans": plans,
-        "others": others,
-        "assumptions": _assumptions(cluster),
-        "cluster": asdict(cluster),
-    }
-    return json.dumps(text, indent=1)
+    text = {"plans": plans, "others": others, "assumptions": _assumptions(cluster)}
+    return json.dumps(text | {"cluster": asdict(cluster)}, indent=1)
 
 
 def main(argv: Sequence[str]) -> None:

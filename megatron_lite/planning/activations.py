@@ -22,6 +22,17 @@ def tokens_per_microbatch(config: Config) -> int:
     return config.training.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
 
 
+def sequence_ranks(config: Config) -> int:
+    """s: tensor ranks that share the residual stream, t with sequence parallelism, else 1."""
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+
+
+def hidden_bytes(config: Config) -> float:
+    """a T H / s: the hidden state of one microbatch on a rank."""
+    elements = tokens_per_microbatch(config) * config.model.hidden_size
+    return activation_width(config) * elements / sequence_ranks(config)
+
+
 def block_activations(config: Config, recompute: str | None) -> float:
     """Bytes that one block keeps for the backward of one microbatch.
 
@@ -40,12 +51,10 @@ def block_activations(config: Config, recompute: str | None) -> float:
     selective (core attention): its output and statistics are not saved; keys and values only of own tokens.
     full: the block's input alone, a T H/s.
     """
-    model, parallel = config.model, config.parallel
-    a, tokens, hidden = activation_width(config), tokens_per_microbatch(config), model.hidden_size
-    t = parallel.tensor_model_parallel_size
-    s = t if parallel.sequence_parallel else 1
     if recompute == "full":
-        return a * tokens * hidden / s
+        return hidden_bytes(config)
+    model, parallel, hidden = config.model, config.parallel, config.model.hidden_size
+    t, s = parallel.tensor_model_parallel_size, sequence_ranks(config)
     modules = set(parallel.recompute_modules) if recompute == "selective" else set()
     query, key_value = _widths(config)
     elements = 2 * hidden / s + 2 * hidden
@@ -63,7 +72,7 @@ def block_activations(config: Config, recompute: str | None) -> float:
         statistics += 4 * model.num_attention_heads / t
         keys, extra = _keys_and_mask(config, query, key_value)
         elements += (2 * query + keys) / t
-    return tokens * (a * elements + statistics) + extra
+    return tokens_per_microbatch(config) * (activation_width(config) * elements + statistics) + extra
 
 
 def attention_kernel(config: Config) -> str:
@@ -103,9 +112,7 @@ def stage_activations(config: Config, plan: StagePlan) -> float:
     The output is the hidden state that the pipeline holds until backward (a T H/s), on the last stage the final norm's
     input; there come the head's input (a T H) and what the loss saves of the logits. What it was sent is its input.
     """
-    a, tokens = activation_width(config), tokens_per_microbatch(config)
-    parallel, hidden = config.parallel, config.model.hidden_size
-    s = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    parallel = config.parallel
     granularity, layers = parallel.recompute_granularity, len(plan.layers)
     if granularity == "full" and parallel.recompute_method == "block":
         made_again = min(layers, parallel.recompute_num_layers)
@@ -115,18 +122,12 @@ def stage_activations(config: Config, plan: StagePlan) -> float:
         size = -(-layers // parallel.recompute_num_layers) * block_activations(config, "full")
     else:
         size = layers * block_activations(config, granularity)
-    if _rank_before(config, plan) != plan.rank:
-        size += a * tokens * hidden / s  # a stage on the same rank holds it as its output
+    ranks, placement = parallel.pipeline_model_parallel_size, placement_of(parallel.pipeline_schedule)
+    if plan.stage == 0 or rank_of_stage(plan.stage - 1, ranks, placement) != plan.rank:
+        size += hidden_bytes(config)  # a stage on the same rank holds it as its output
     if plan.has_lm_head:
-        size += a * tokens * hidden + logits_bytes(config)[0]
+        size += hidden_bytes(config) * sequence_ranks(config) + logits_bytes(config)[0]
     return size
-
-
-def _rank_before(config: Config, plan: StagePlan) -> int | None:
-    """The pipeline rank that a stage's input comes from; None for the first stage."""
-    parallel = config.parallel
-    size, placement = parallel.pipeline_model_parallel_size, placement_of(parallel.pipeline_schedule)
-    return rank_of_stage(plan.stage - 1, size, placement) if plan.stage else None
 
 
 def logits_bytes(config: Config) -> tuple[float, float]:
@@ -152,18 +153,15 @@ def waiting_bytes(config: Config, plan: StagePlan) -> float:
         2 H + 2 H/s + (q + 2 kv + m F)/t, m = 2 for SwiGLU (gate and up), else 1
     and on the last stage those of the logits, V/t, and of the final norm, H/s.
     """
-    model, parallel = config.model, config.parallel
-    a, tokens, hidden = activation_width(config), tokens_per_microbatch(config), model.hidden_size
-    t = parallel.tensor_model_parallel_size
-    s = t if parallel.sequence_parallel else 1
+    model, t, s = config.model, config.parallel.tensor_model_parallel_size, sequence_ranks(config)
     query, key_value = _widths(config)
     split = query + 2 * key_value + model.mlp_activation.num_inputs * model.ffn_hidden_size
-    size = stage_activations(config, plan) + a * tokens * len(plan.layers) * (
-        2 * hidden + 2 * hidden / s + split / t
-    )
+    elements = len(plan.layers) * (2 * model.hidden_size + 2 * model.hidden_size / s + split / t)
+    saved = stage_activations(config, plan)
     if plan.has_lm_head:
-        size += a * tokens * (model.padded_vocab_size / t + hidden / s) - logits_bytes(config)[0]
-    return size
+        elements += model.padded_vocab_size / t + model.hidden_size / s
+        saved -= logits_bytes(config)[0]
+    return saved + activation_width(config) * tokens_per_microbatch(config) * elements
 
 
 def workspace_bytes(config: Config) -> float:
@@ -174,10 +172,5 @@ def workspace_bytes(config: Config) -> float:
         again = unit * (block_activations(config, None) - block_activations(config, "full") / unit)
     elif parallel.recompute_granularity == "selective":
         again = max(0.0, block_activations(config, None) - block_activations(config, "selective"))
-    a, tokens, t = (
-        activation_width(config),
-        tokens_per_microbatch(config),
-        parallel.tensor_model_parallel_size,
-    )
-    gradients = 3 * a * tokens * max(config.model.hidden_size, config.model.ffn_hidden_size / t)
-    return again + gradients
+    widest = max(config.model.hidden_size, config.model.ffn_hidden_size / parallel.tensor_model_parallel_size)
+    return again + 3 * activation_width(config) * tokens_per_microbatch(config) * widest

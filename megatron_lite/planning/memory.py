@@ -23,9 +23,9 @@ from megatron_lite.config import Config
 from megatron_lite.config.optimizers import OPTIMIZERS
 from megatron_lite.planning.activations import (
     activation_width,
+    hidden_bytes,
     logits_bytes,
     stage_activations,
-    tokens_per_microbatch,
     waiting_bytes,
     workspace_bytes,
 )
@@ -80,19 +80,27 @@ def stage_local_parameters(config: Config, plan: StagePlan) -> float:
     return count
 
 
-def optimizer_bytes(config: Config, plan: StagePlan) -> float:
-    """Optimizer state of a stage on a rank, as the optimizer's row in config/optimizers.py says."""
-    matrices = len(plan.layers) * block_matrix_parameters(config.model)
-    matrices /= config.parallel.tensor_model_parallel_size
-    row = OPTIMIZERS[config.optimizer.optimizer]
-    return row.bytes_of(stage_local_parameters(config, plan), matrices) / shards(config)
+def adds_up_whole(config: Config) -> bool:
+    """Whether the gradients of a step's microbatches are added up unsharded and reduced once, at the end.
+
+    With one microbatch each layer is reduced as it comes in any case, but where the backward is split.
+    """
+    if is_unsharded(config):
+        return True
+    one = microbatches_of(config) == (1, 1) and not splits_backward(config)
+    return not (reduces_each_microbatch(config) or one)
+
+
+def reduced_width(config: Config) -> int:
+    """Bytes of a gradient's element when it is added up and reduced: fp32, or bf16 with --grad-reduce-in-bf16."""
+    return 2 if config.precision.grad_reduce_in_bf16 else 4
 
 
 def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[RankMemory]:
     """What each pipeline rank (or each of `ranks`) holds at the worst moment of a step.
 
-    parameters 4 P/n, optimizer state (see optimizer_bytes), unsharded gradients, receive buffers, and of the moments of
-    its schedule (moments.py) the one that needs most:
+    parameters 4 P/n, optimizer state (as its row in config/optimizers.py says), unsharded gradients, receive buffers,
+    and of the moments of its schedule (moments.py) the one that needs most:
       a stage's backward begins: activations of the microbatches in flight, the workspace of a block's backward, the
         gathered weights (where they are freed after forward: of a block and the largest unit only);
       it ends: gathered weights of all its blocks, one microbatch's activations less, or where the backward is split
@@ -106,193 +114,162 @@ def rank_memory(config: Config, ranks: Sequence[int] | None = None) -> list[Rank
     """
     plans = plan_from_config(config)
     ranks = range(config.parallel.pipeline_model_parallel_size) if ranks is None else ranks
-    return [_memory_of(config, rank, stages_of_rank(plans, rank), plans) for rank in ranks]
+    return [_Rank(config, stages_of_rank(plans, rank), plans).memory() for rank in ranks]
 
 
-def _memory_of(config: Config, rank: int, plans: list[StagePlan], every: list[StagePlan]) -> RankMemory:
-    count = shards(config)
-    local = [stage_local_parameters(config, plan) for plan in plans]
-    parameters = 4 * sum(local) / count
-    gathered, unsharded = _unsharded(config, plans, local)
-    kept = {
-        "parameters": parameters,
-        "optimizer state": sum(optimizer_bytes(config, plan) for plan in plans),
-        "receive buffers": _receive_buffers(config, plans, every),
-    }
-    candidates = [_at_reduction(config, plans, local, gathered, unsharded)]
-    candidates += _moments(config, rank, plans, local, gathered, unsharded)
-    parts = kept | max(candidates, key=lambda moment: sum(moment.values()))
-    host = 0.0
-    if config.parallel.fsdp_cpu_offload:
-        host = parts.pop("parameters") + parts.pop("optimizer state") + parameters
-        if "gradient shards" in parts:
+class _Rank:
+    """One pipeline rank with its stages: counts of parameters, bytes that do not change during the step."""
+
+    def __init__(self, config: Config, plans: list[StagePlan], every: list[StagePlan]) -> None:
+        self.config, self.plans, self.every = config, plans, every
+        self.width, self.reduced = activation_width(config), reduced_width(config)
+        self.shards = shards(config)
+        self.passes, self.count = microbatches_of(config)
+        self.plain, self.whole, self.frees = is_unsharded(config), adds_up_whole(config), reshards(config)
+        self.local = [stage_local_parameters(config, plan) for plan in plans]
+        self.block = block_parameters(config)
+        rows = config.model.padded_vocab_size * config.model.hidden_size
+        rows /= config.parallel.tensor_model_parallel_size
+        # The largest FSDP unit: a block, the embedding or the head.
+        self.unit = max(
+            max(self.block * bool(plan.layers), rows * (plan.has_embedding or plan.has_lm_head))
+            for plan in plans
+        )
+        # FSDP holds the gathered weights of a block and of the largest unit at once.
+        self.two_units = self.width * (self.block + self.unit)
+        self.gathered, self.unsharded = self._unsharded()
+
+    def memory(self) -> RankMemory:
+        """The states, and the moment that needs most beside them."""
+        config, total = self.config, sum(self.local)
+        matrices = sum(len(plan.layers) for plan in self.plans) * block_matrix_parameters(config.model)
+        matrices /= config.parallel.tensor_model_parallel_size
+        states = {
+            "parameters": 4 * total / self.shards,
+            "optimizer state": OPTIMIZERS[config.optimizer.optimizer].bytes_of(total, matrices) / self.shards,
+            "receive buffers": self._receive_buffers(),
+        }
+        moments = [self._at_reduction(), *self._in_backward()]
+        parts, host = states | max(moments, key=lambda moment: sum(moment.values())), 0.0
+        if config.parallel.fsdp_cpu_offload:
+            host = 2 * parts.pop("parameters") + parts.pop(
+                "optimizer state"
+            )  # gradient shards as large as weights
             parts["gradient shards"] = 0.0
-    return RankMemory(rank, parts, host)
+        return RankMemory(self.plans[0].rank, parts, host)
 
+    def _unsharded(self) -> tuple[float, float]:
+        """Bytes of gathered weights and of unsharded gradients.
 
-def _at_reduction(
-    config: Config, plans: list[StagePlan], local: Sequence[float], gathered: float, unsharded: float
-) -> dict[str, float]:
-    """What lies beside the states when the gradients of a step or microbatch are reduced; plain ones are not."""
-    found = {"gathered weights": gathered, "unsharded gradients": unsharded}
-    if is_unsharded(config):
+        Plain parameters are gathered nowhere, and their gradients are whole (4 P). Of sharded ones, where gradients
+        are added up whole, torch's pipeline frees weights and reduces gradients after the last backward only: a rank's
+        stages lie gathered (a P, at most three stages) beside their gradients' sums (fp32: 4 P). Else it goes block by
+        block: under ZeRO-3 two blocks and the head are gathered, beside one unit's gradient.
+        """
+        total = sum(self.local)
+        if self.plain:
+            return 0.0, 4 * total
+        if not self.whole:
+            blocks = (1 + max(1, self.config.parallel.fsdp_prefetch_depth)) * self.block
+            return self.width * (
+                min(total, blocks + self.unit) if self.frees else total
+            ), self.width * self.unit
+        most = None if splits_backward(self.config) else _MOST_ACTIVE_STAGES
+        return self.width * sum(sorted(self.local, reverse=True)[:most]), self.reduced * total
+
+    def _at_reduction(self) -> dict[str, float]:
+        """What lies beside the states when the gradients of a step or microbatch are reduced; plain ones are not."""
+        found = {"gathered weights": self.gathered, "unsharded gradients": self.unsharded}
+        if self.plain:
+            return found
+        found["workspace"] = self.reduced * self.unit
+        found["gradient shards"] = 4 * sum(self.local) / self.shards
+        if self.whole and (self.shards == 1 or self.config.parallel.num_stages == 1):
+            found["gradient shards"] = (
+                4 * self.unit / self.shards
+            )  # a unit's whole gradients go as its shards come
+        if self.whole:  # a second pass reduces into others beside the first one's
+            found["gradient shards"] += self._shards_before()
+        elif self.frees and self.passes * self.count == 1:  # all shards are there at the end only
+            found["gathered weights"] = min(self.gathered, self.two_units)
         return found
-    unit, whole = _largest_unit(config, plans), adds_up_whole(config)
-    found["workspace"] = _reduced_width(config) * unit
-    found["gradient shards"] = 4 * sum(local) / shards(config)
-    if whole and (shards(config) == 1 or config.parallel.num_stages == 1):
-        found["gradient shards"] = 4 * unit / shards(config)  # a unit's whole gradients go as its shards come
-    if whole:  # a second pass reduces into others beside the first one's
-        found["gradient shards"] += _shards_of_passes(config, local)
-    elif reshards(config) and microbatches_of(config) == (1, 1):
-        # All shards are there at the end only.
-        found["gathered weights"] = min(gathered, _two_units(config, plans))
-    return found
 
+    def _in_backward(self) -> list[dict[str, float]]:
+        """What lies beside the states at each moment of the rank's backwards, as rank_memory says.
 
-def _moments(
-    config: Config,
-    rank: int,
-    plans: list[StagePlan],
-    local: Sequence[float],
-    gathered: float,
-    unsharded: float,
-) -> list[dict[str, float]]:
-    """What lies beside the states at each moment of a rank's backwards, as rank_memory says.
+        Where the backward is split the gradient of a block's input leaves, for the weights' gradient that comes later,
+        what was kept (but for the loss) and the gradients of all linears and norms; the weights' gradient then lies in
+        a beside the fp32 sum, until the stage's next backward adds it.
+        """
+        config = self.config
+        weights = [stage_activations(config, plan) for plan in self.plans]
+        waits = [waiting_bytes(config, plan) for plan in self.plans]
+        at_start = min(self.gathered, self.two_units) if self.frees else self.gathered
+        at_loss = min(self.gathered, self.width * self.unit) if self.frees and self.whole else at_start
+        workspace, (_, loss) = workspace_bytes(config), logits_bytes(config)
+        before = self._shards_before()
+        # FSDP2 lets go of what it reduced last, the embedding's gradient, when it reduces again: in the next backward.
+        left = 0.0 if self.whole or not before else self.reduced * self.unit
+        found = []
+        for moment in self._moments():
+            held = sum(n * one for n, one in zip(moment.live, weights))
+            held += sum(n * (wait - one) for n, wait, one in zip(moment.waiting, waits, weights))
+            mine = moment.chunk
+            freed = weights[mine] if moment.kind == "B" else weights[mine] - waits[mine]
+            begins, ends = self._gradients(moment)
+            at_head = begins if self.whole else 0.0
+            beside = {"activations": held, "gradient shards": before}
+            for gradients, gathered, work, less in (
+                (at_head, at_loss, loss + left, 0.0),
+                (begins, at_start, workspace, 0.0),
+                (ends, self.gathered, workspace, freed),
+            )[0 if self.plans[mine].has_lm_head else 1 :]:
+                moment_bytes = {
+                    "unsharded gradients": gradients,
+                    "gathered weights": gathered,
+                    "workspace": work,
+                }
+                found.append(beside | moment_bytes | {"activations": held - less})
+        return found
 
-    Where the backward is split the gradient of a block's input leaves, for the weights' gradient that comes later, what
-    was kept (but for the loss) and the gradients of all linears and norms; the weights' gradient then lies in a beside
-    the fp32 sum, until the stage's next backward adds it.
-    """
-    weights = [stage_activations(config, plan) for plan in plans]
-    waits = [waiting_bytes(config, plan) for plan in plans]
-    frees = reshards(config)
-    at_start = min(gathered, _two_units(config, plans)) if frees else gathered
-    largest, whole = _largest_unit(config, plans), adds_up_whole(config)
-    at_loss = min(gathered, activation_width(config) * largest) if frees and whole else at_start
-    workspace, (_, loss) = workspace_bytes(config), logits_bytes(config)
-    grown = is_unsharded(config) and microbatches_of(config)[0] > 1  # gradients of the passes before
-    shards_held = _shards_of_passes(config, local)
-    # FSDP2 lets go of what it reduced last, the embedding's gradient, when it reduces again: in the next backward.
-    left = 0.0 if whole or not shards_held else _reduced_width(config) * largest
-    found = []
-    for moment in moments_in_flight(config, rank, plans):
-        if moment.kind == "F":
-            continue
-        held = sum(n * one for n, one in zip(moment.live, weights))
-        held += sum(n * (wait - one) for n, wait, one in zip(moment.waiting, waits, weights))
-        mine = moment.chunk
-        freed = weights[mine] if moment.kind == "B" else weights[mine] - waits[mine]
-        begins = {"activations": held, "unsharded gradients": unsharded, "gradient shards": shards_held}
-        ends = begins | {"activations": held - freed}
-        if whole and not grown:
-            begins["unsharded gradients"] = _gradients(config, local, moment.unadded, moment.summed)
-            unadded = [n * (chunk != mine) for chunk, n in enumerate(moment.unadded)]
-            added = moment.kind == "B" or moment.unadded[mine]
-            summed = [n or (chunk == mine and added) for chunk, n in enumerate(moment.summed)]
-            ends["unsharded gradients"] = _gradients(config, local, unadded, summed)
-        if plans[mine].has_lm_head:
-            at_loss_begins = begins if whole else begins | {"unsharded gradients": 0.0}
-            found.append(at_loss_begins | {"gathered weights": at_loss, "workspace": loss + left})
-        found.append(begins | {"gathered weights": at_start, "workspace": workspace})
-        found.append(ends | {"gathered weights": gathered, "workspace": workspace})
-    return found
+    def _moments(self) -> list[Moment]:
+        """The moments of the rank's backwards in the pass that its layout runs."""
+        parallel = self.config.parallel
+        size = parallel.pipeline_model_parallel_size
+        name = runnable_schedule(parallel.pipeline_schedule, size, self.count)
+        every = moments_of(name, size, self.count, len(self.plans), self.plans[0].rank)
+        return [moment for moment in every if moment.kind != "F"]
 
+    def _gradients(self, moment: Moment) -> tuple[float, float]:
+        """Bytes of unsharded gradients when a moment's action begins and when it ends.
 
-def _shards_of_passes(config: Config, local: Sequence[float]) -> float:
-    """Bytes of gradient shards, 4 P/n, that a backward finds there: of the passes or microbatches before."""
-    passes, count = microbatches_of(config)
-    several = passes > 1 or (count > 1 and not adds_up_whole(config))
-    return 4 * sum(local) / shards(config) if several and not is_unsharded(config) else 0.0
+        Sums of some of a rank's stages, the newest ones of some beside them; plain ones of a pass before stay.
+        """
+        if not self.whole or (self.plain and self.passes > 1):
+            return self.unsharded, self.unsharded
 
+        def size(unadded: Sequence[int], summed: Sequence[int]) -> float:
+            sums = sum(self.reduced * one for one, there in zip(self.local, summed) if there)
+            newest = (
+                self.width * one
+                for one, there, n in zip(self.local, summed, unadded)
+                if n and (self.width < self.reduced or not there)
+            )
+            return sums + sum(newest)
 
-def _gradients(
-    config: Config, local: Sequence[float], unadded: Sequence[int], summed: Sequence[int]
-) -> float:
-    """Bytes of unsharded gradients: the sums of some of a rank's stages, the newest ones of some beside them."""
-    width, newest = _reduced_width(config), activation_width(config)
-    size = sum(width * one for one, there in zip(local, summed) if there)
-    return size + sum(
-        newest * one for one, there, n in zip(local, summed, unadded) if n and (newest < width or not there)
-    )
+        unadded, summed, mine = list(moment.unadded), list(moment.summed), moment.chunk
+        summed[mine] = summed[mine] or moment.kind == "B" or unadded[mine]
+        unadded[mine] = 0
+        return size(moment.unadded, moment.summed), size(unadded, summed)
 
+    def _shards_before(self) -> float:
+        """Bytes of gradient shards, 4 P/n, that a backward finds there: of the passes or microbatches before."""
+        several = self.passes > 1 or (self.count > 1 and not self.whole)
+        return 4 * sum(self.local) / self.shards if several and not self.plain else 0.0
 
-def moments_in_flight(config: Config, rank: int, plans: list[StagePlan]) -> tuple[Moment, ...]:
-    """`moments_of` the pass that a layout runs."""
-    parallel = config.parallel
-    _, count = microbatches_of(config)
-    size = parallel.pipeline_model_parallel_size
-    name = runnable_schedule(parallel.pipeline_schedule, size, count)
-    return moments_of(name, size, count, len(plans), rank)
-
-
-def local_unit(config: Config, plan: StagePlan) -> float:
-    """Parameters of the largest FSDP unit of a stage on a tensor rank: a block, the embedding or the head."""
-    rows = config.model.padded_vocab_size * config.model.hidden_size
-    rows /= config.parallel.tensor_model_parallel_size
-    return max(
-        block_parameters(config) if plan.layers else 0, rows * (plan.has_embedding or plan.has_lm_head)
-    )
-
-
-def _largest_unit(config: Config, plans: Sequence[StagePlan]) -> float:
-    """Parameters of the largest FSDP unit of a rank's stages."""
-    return max(local_unit(config, plan) for plan in plans)
-
-
-def _reduced_width(config: Config) -> int:
-    """Bytes of a gradient's element when it is added up and reduced: fp32, or bf16 with --grad-reduce-in-bf16."""
-    return 2 if config.precision.grad_reduce_in_bf16 else 4
-
-
-def _unsharded(config: Config, plans: list[StagePlan], local: Sequence[float]) -> tuple[float, float]:
-    """Bytes of gathered weights and of unsharded gradients.
-
-    Plain parameters are gathered nowhere, and their gradients are whole (4 P). Of sharded ones, where gradients are
-    added up whole, torch's pipeline frees weights and reduces gradients after the last backward only: a rank's stages
-    lie gathered (a P, at most three stages) beside their gradients' sums (fp32: 4 P). Else it goes block by block:
-    under ZeRO-3 two blocks and the head are gathered, beside one unit's gradient.
-    """
-    a = activation_width(config)
-    if not adds_up_whole(config):
-        units = _largest_unit(config, plans)
-        blocks = (1 + max(1, config.parallel.fsdp_prefetch_depth)) * block_parameters(config)
-        return a * (min(sum(local), blocks + units) if reshards(config) else sum(local)), a * units
-    if is_unsharded(config):
-        return 0.0, 4 * sum(local)
-    split = splits_backward(config)
-    active = sum(local) if split or len(local) == 1 else sum(sorted(local)[-_MOST_ACTIVE_STAGES:])
-    return a * active, _reduced_width(config) * sum(local)
-
-
-def adds_up_whole(config: Config) -> bool:
-    """Whether the gradients of a step's microbatches are added up unsharded and reduced once, at the end.
-
-    With one microbatch each layer is reduced as it comes in any case, but where the backward is split.
-    """
-    if is_unsharded(config):
-        return True
-    one = microbatches_of(config) == (1, 1) and not splits_backward(config)
-    return not (reduces_each_microbatch(config) or one)
-
-
-def _two_units(config: Config, plans: list[StagePlan]) -> float:
-    """Bytes of the gathered weights of a block and of the largest unit."""
-    return activation_width(config) * (block_parameters(config) + _largest_unit(config, plans))
-
-
-def _receive_buffers(config: Config, plans: list[StagePlan], every: list[StagePlan]) -> float:
-    """A buffer of a T H/s for what is on its way to a rank: one input (from then on an activation), one gradient."""
-    parallel = config.parallel
-    s = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    hidden = activation_width(config) * tokens_per_microbatch(config) * config.model.hidden_size / s
-    rank_of = {plan.stage: plan.rank for plan in every}
-    neighbours = [[rank_of.get(plan.stage + step) for plan in plans] for step in (-1, 1)]
-    return sum(any(rank not in (None, plans[0].rank) for rank in side) for side in neighbours) * hidden
-
-
-def activations_in_flight(config: Config, rank: int, plans: list[StagePlan]) -> float:
-    """Most bytes of activations that a rank holds at once: schedule.peak_in_flight weighed by stage_activations."""
-    weights = [stage_activations(config, plan) for plan in plans]
-    moments = moments_in_flight(config, rank, plans)
-    return max(sum(n * one for n, one in zip(moment.live, weights)) for moment in moments)
+    def _receive_buffers(self) -> float:
+        """A buffer of a T H/s for what comes to a rank: one input (from then on an activation), one gradient."""
+        rank_of = {plan.stage: plan.rank for plan in self.every}
+        mine = self.plans[0].rank
+        sides = [{rank_of.get(plan.stage + step, mine) for plan in self.plans} - {mine} for step in (-1, 1)]
+        return sum(map(bool, sides)) * hidden_bytes(self.config)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 
-from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.batch_size import batch_steps
+from megatron_lite.arithmetic.mesh_sizes import uneven_cut
 from megatron_lite.arithmetic.partition import V_SCHEDULES
 from megatron_lite.arithmetic.pipeline_schedule import (
     SPLIT_BACKWARD_SCHEDULES,
@@ -21,8 +23,9 @@ CHUNKS = (1, 2, 4)
 MOST_PIPELINE_RANKS = 64
 LEAST_TOKENS_PER_CONTEXT_RANK = 2048
 RECOMPUTE = ("none", "selective", "full")  # from the fastest on: the first that fits is taken
-# A schedule with more actions than this takes seconds to play: it is left out, and the summary says so.
+# A schedule with more actions than this takes seconds to simulate: it is left out, and the summary says so.
 MOST_ACTIONS = 300_000
+CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
 INTERLEAVED = ("interleaved-1f1b", "interleaved-zero-bubble")
 
 
@@ -122,116 +125,80 @@ def structures(config: Config, cluster: Cluster, fixed: dict, found: Found) -> I
 
     `fixed` holds fields that the user gave: only those values are tried. What cannot run is counted in `found`.
     """
-    for tensor in _choices(fixed, "tensor_model_parallel_size", divisors(cluster.gpus_per_node)):
-        for context in _choices(fixed, "context_parallel_size", (1, 2, 4, 8, 16, 32)):
-            tokens = config.data.seq_length // context
-            if (
-                context > 1
-                and tokens < LEAST_TOKENS_PER_CONTEXT_RANK
-                and "context_parallel_size" not in fixed
-            ):
-                continue
-            reason = refused_cut(config, cluster.num_gpus, tensor, context)
-            if reason:
-                found.refuse(reason)
-                continue
-            rest = cluster.num_gpus // (tensor * context)
-            for pipeline in _choices(
-                fixed, "pipeline_model_parallel_size", divisors(rest, MOST_PIPELINE_RANKS)
-            ):
-                if rest % pipeline:
-                    found.refuse(
-                        f"{cluster.num_gpus} GPUs do not divide by tensor x context x pipeline ranks"
-                    )
-                    continue
-                yield from _pipelines(config, cluster, fixed, found, (tensor, context, pipeline))
-
-
-def refused_cut(config: Config, num_gpus: int, tensor: int, context: int) -> str | None:
-    """Why a model cannot be cut over so many tensor and context ranks, in words without numbers of the layout."""
-    model = config.model
-    for name, number in (
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--num-query-groups", model.num_query_groups),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
-        ("the padded vocabulary", model.padded_vocab_size),
+    num_gpus, length = cluster.num_gpus, config.data.seq_length
+    contexts = [n for n in CONTEXT_SIZES if n == 1 or length // n >= LEAST_TOKENS_PER_CONTEXT_RANK]
+    for tensor, context in product(
+        _choices(fixed, "tensor_model_parallel_size", divisors(cluster.gpus_per_node)),
+        _choices(fixed, "context_parallel_size", contexts),
     ):
-        if number % tensor:
-            return f"{name} {number:,} does not divide by the tensor ranks"
-    if num_gpus % (tensor * context):
-        return f"{num_gpus} GPUs do not divide by tensor x context x pipeline ranks"
-    length = config.data.seq_length
-    if (context > 1 and length % (2 * context)) or (tensor > 1 and (length // context) % tensor):
-        return f"--seq-length {length:,} does not divide by twice the context ranks, or its part by the tensor ranks"
-    return None
+        uneven = uneven_cut(config, tensor, context, sequence_parallel=tensor > 1)
+        rest = max(1, num_gpus // (tensor * context))
+        pipelines = _choices(fixed, "pipeline_model_parallel_size", divisors(rest, MOST_PIPELINE_RANKS))
+        for pipeline in pipelines:
+            data, odd = divmod(num_gpus, tensor * context * pipeline)
+            if uneven or odd:
+                found.refuse(uneven or f"{num_gpus} GPUs do not divide by tensor x context x pipeline ranks")
+                continue
+            ways = product(
+                _choices(fixed, "micro_batch_size", MICRO_BATCHES),
+                _schedules(config, fixed, pipeline),
+                _choices(
+                    fixed, "num_distributed_optimizer_instances", _copies(cluster, tensor * context, data)
+                ),
+            )
+            for micro, (name, chunks), copies in ways:
+                reason = _refused(config, pipeline, chunks, name, micro * data)
+                if data % copies:
+                    reason = f"--num-distributed-optimizer-instances {copies} does not divide the data ranks"
+                if reason:
+                    found.refuse(reason)
+                else:
+                    yield Layout(tensor, context, pipeline, chunks, name, micro, copies)
 
 
 def _choices(fixed: dict, name: str, values: Collection) -> Collection:
     return (fixed[name],) if name in fixed else values
 
 
-def _pipelines(
-    config: Config, cluster: Cluster, fixed: dict, found: Found, cut: tuple[int, int, int]
-) -> Iterator[Layout]:
-    """The schedules, micro batch sizes and replicas of one cut into (tensor, context, pipeline) ranks."""
-    tensor, context, pipeline = cut
-    data = cluster.num_gpus // (tensor * context * pipeline)
-    batches = sorted({size for _, size in BatchSchedule.from_config(config).steps})
-    for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
-        odd = [size for size in batches if size % (micro * data)]
-        if odd:
-            found.refuse(f"a batch of {odd[0]:,} does not divide by micro batch x data-parallel ranks")
-            continue
-        counts = [size // (micro * data) for size in batches]
-        for name, chunks in _schedules(config, fixed, pipeline):
-            if pipeline * chunks > config.model.num_layers:
-                found.refuse(
-                    f"--num-layers {config.model.num_layers} does not fill the stages of the pipeline"
-                )
-                continue
-            if not all(_runs(name, pipeline, chunks, count) for count in counts):
-                found.refuse(f"--pipeline-schedule {name} cannot run the number of microbatches")
-                continue
-            if 3 * pipeline * chunks * counts[-1] > MOST_ACTIONS:
-                found.refuse("the pipeline has too many actions to be played here")
-                continue
-            for replicas in _choices(
-                fixed, "num_distributed_optimizer_instances", _replicas(cluster, cut, data)
-            ):
-                if data % replicas:
-                    found.refuse(
-                        f"--num-distributed-optimizer-instances {replicas} does not divide the data ranks"
-                    )
-                    continue
-                yield Layout(tensor, context, pipeline, chunks, name, micro, replicas)
+def _refused(config: Config, pipeline: int, chunks: int, schedule: str, samples: int) -> str | None:
+    """Why a pipeline cannot run the batches, `samples` to a microbatch of all ranks; None when it can."""
+    batches = sorted({size for _, size in batch_steps(config)})
+    odd = [size for size in batches if size % samples]
+    if odd:
+        return f"a batch of {odd[0]:,} does not divide by micro batch x data-parallel ranks"
+    if pipeline * chunks > config.model.num_layers:
+        return f"--num-layers {config.model.num_layers} does not fill the stages of the pipeline"
+    if not all(_runs(schedule, pipeline, chunks, size // samples) for size in batches):
+        return f"--pipeline-schedule {schedule} cannot run the number of microbatches"
+    if 3 * pipeline * chunks * (batches[-1] // samples) > MOST_ACTIONS:
+        return "the pipeline has too many actions to be simulated here"
+    return None
+
+
+def _runs(name: str, pipeline: int, chunks: int, count: int) -> bool:
+    return check_microbatches(runnable_schedule(name, pipeline, count), pipeline, chunks, count) is None
 
 
 def _schedules(config: Config, fixed: dict, pipeline: int) -> list[tuple[str, int]]:
     """(schedule, chunks a rank) to try. gpipe is what 1f1b becomes with few microbatches, and never better."""
-    if pipeline == 1:
-        pairs = [("1f1b", 1)]
-    else:
-        pairs = [("gpipe", 1), ("1f1b", 1), *((name, 2) for name in V_SCHEDULES)]
+    pairs = [("1f1b", 1)]
+    if pipeline > 1:
+        pairs += [("gpipe", 1), *((name, 2) for name in V_SCHEDULES)]
         pairs += [(name, chunks) for name in INTERLEAVED for chunks in (*CHUNKS[1:], 3, 5, 6, 7, 8)]
+    whole_backward = config.parallel.compile or fixed.get("recompute_granularity") == "full"
     asked, chunks = fixed.get("pipeline_schedule"), fixed.get("num_virtual_stages_per_pipeline_rank")
     return [
         (name, number)
         for name, number in pairs
         if (name == asked if asked else name != "gpipe")
         and (number == chunks if chunks else number in CHUNKS)
-        and not (name in SPLIT_BACKWARD_SCHEDULES and _whole_backward(config, fixed))
+        and not (name in SPLIT_BACKWARD_SCHEDULES and whole_backward)
     ]
 
 
-def _whole_backward(config: Config, fixed: dict) -> bool:
-    """Whether something is asked for that a split backward cannot do."""
-    return config.parallel.compile or fixed.get("recompute_granularity") == "full"
-
-
-def _replicas(cluster: Cluster, cut: tuple[int, int, int], data: int) -> list[int]:
+def _copies(cluster: Cluster, cut: int, data: int) -> list[int]:
     """One copy of the sharded model, or one in each node's worth of data-parallel ranks (HSDP)."""
-    tensor, context, _ = cut
-    inside = cluster.gpus_per_node // (tensor * context)
+    inside = cluster.gpus_per_node // cut
     return [1, data // inside] if inside > 1 and data > inside and data % inside == 0 else [1]
 
 
@@ -240,58 +207,42 @@ def fitting(
 ) -> Iterator[tuple[Layout, Config]]:
     """The structures with the least recomputation that makes them fit, weights freed after forward or kept."""
     for structure in structures(config, cluster, fixed, found):
-        policies = ["always", "never"]
-        if structure.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
-            policies = ["always"]  # these keep the weights whatever it says
+        # Schedules that split the backward keep the weights whatever the flag says.
+        policies = (
+            ["always", "never"] if structure.pipeline_schedule not in SPLIT_BACKWARD_SCHEDULES else ["always"]
+        )
         for policy in _choices(fixed, "reshard_after_forward", policies):
             found.tried += 1
             layout = replace(structure, reshard_after_forward=policy, fsdp_cpu_offload=offload)
-            fit = _first_fit(config, cluster, fixed, layout)
-            if isinstance(fit, tuple):
+            over, layout, applied = _first_fit(config, cluster, fixed, layout)
+            if over <= 0:
                 found.fitting += 1
-                yield fit
+                yield layout, applied
             else:
-                found.miss(fit.missing, fit.layout)
+                found.miss(over, layout)
 
 
-@dataclass(frozen=True)
-class _Miss:
-    """The layout of a structure that needs least, and the bytes that it needs more than there are."""
-
-    missing: float
-    layout: Layout
-
-
-def _first_fit(
-    config: Config, cluster: Cluster, fixed: dict, layout: Layout
-) -> tuple[Layout, Config] | _Miss:
-    """The layout with the least recomputation that fits, else the one that comes nearest."""
-    nearest = _Miss(float("inf"), layout)
+def _first_fit(config: Config, cluster: Cluster, fixed: dict, layout: Layout) -> tuple[float, Layout, Config]:
+    """(bytes above the limit, layout, its config): the least recomputation that fits, else what comes nearest."""
+    nearest = (float("inf"), layout, config)
     pipeline = layout.pipeline_model_parallel_size
-    limits = [None, 4 * pipeline] if pipeline > 1 else [None]
     # Where the backward is split, whole blocks made again would hold more than is saved: the parser refuses it.
     kinds = RECOMPUTE[:2] if layout.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES else RECOMPUTE
-    for recompute in _choices(fixed, "recompute_granularity", kinds):
-        for limit in limits:
-            one = replace(layout, recompute_granularity=recompute, max_microbatches_per_step=limit)
-            applied = one.applied_to(config, cluster.num_gpus)
-            passes, count = microbatches_of(applied)
-            if limit is not None and (
-                passes == 1
-                or not _runs(one.pipeline_schedule, pipeline, one.num_virtual_stages_per_pipeline_rank, count)
-            ):
-                continue
-            ranks = sorted({0, 1, pipeline - 1} & set(range(pipeline)))
-            over = max(m.total for m in rank_memory(applied, ranks)) - cluster.memory_limit
-            if over <= 0:
-                return one, applied
-            if over < nearest.missing:
-                nearest = _Miss(over, one)
+    limits = [None, 4 * pipeline] if pipeline > 1 else [None]
+    for recompute, limit in product(_choices(fixed, "recompute_granularity", kinds), limits):
+        one = replace(layout, recompute_granularity=recompute, max_microbatches_per_step=limit)
+        applied = one.applied_to(config, cluster.num_gpus)
+        passes, count = microbatches_of(applied)
+        chunks = one.num_virtual_stages_per_pipeline_rank
+        if limit is not None and (passes == 1 or not _runs(one.pipeline_schedule, pipeline, chunks, count)):
+            continue
+        ranks = sorted({0, 1, pipeline - 1} & set(range(pipeline)))
+        over = max(m.total for m in rank_memory(applied, ranks)) - cluster.memory_limit
+        if over < nearest[0]:
+            nearest = over, one, applied
+        if over <= 0:
+            break
     return nearest
-
-
-def _runs(name: str, pipeline: int, chunks: int, count: int) -> bool:
-    return check_microbatches(runnable_schedule(name, pipeline, count), pipeline, chunks, count) is None
 
 
 def search(
@@ -303,7 +254,7 @@ def search(
 ) -> Found:
     """The `top` fastest layouts that fit; with the weights in host memory only where no layout fits without.
 
-    Layouts are played in the order of a lower bound of their step (the slowest rank's own work), until no bound is
+    Layouts are simulated in the order of a lower bound of their step (the slowest rank's own work), until no bound is
     below the top-th best: so none that is left out could be among them.
 
     Args:
@@ -321,16 +272,14 @@ def search(
         for bound, _, layout, applied in sorted(fits, key=lambda fit: fit[:2]):
             if len(found.plans) >= top and bound > found.plans[top - 1].time.seconds:
                 break
-            reason = accepts(layout)
-            if reason is not None:
-                found.fitting -= 1
-                found.refuse(reason)
-                continue
-            memory = rank_memory(applied)
+            reason, memory = accepts(layout), rank_memory(applied)
             over = max(one.total for one in memory) - cluster.memory_limit
-            if over > 0:
+            if reason is not None or over > 0:
                 found.fitting -= 1
-                found.miss(over, layout)
+                if reason is not None:
+                    found.refuse(reason)
+                else:
+                    found.miss(over, layout)
                 continue
             found.plans.append(Plan(layout, applied, memory, step_time(applied, cluster)))
             found.plans.sort(key=lambda plan: (plan.time.seconds, plan.worst.total))

@@ -25,7 +25,7 @@ PLACE = ["--num-gpus", "16", "--gpu", "h100", "--pipeline-model-parallel-size", 
 def test_the_table_and_commands_that_check_accepts(capsys):
     main([*PLACE, "--top", "2", *MODEL])
     text = capsys.readouterr().out
-    assert "an estimate: matrix products reach 65%" in text and "layouts held against" in text
+    assert "an estimate: matrix products reach 65%" in text and "layouts checked against" in text
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("torchrun")]
     assert len(commands) == 2
     for words in commands:
