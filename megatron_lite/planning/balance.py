@@ -2,17 +2,19 @@
 
 A stage's time is measured whole. What one layer takes is estimated from the stages between the first and the last,
 which hold nothing else; a stage that gets layers or loses some then takes that much more or less, and the schedule is
-played with the new times.
+simulated with the new times.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from megatron_lite.arithmetic.partition import placement_of, plan_stages, unit_costs
 from megatron_lite.arithmetic.pipeline_schedule import Schedule, build_schedule, simulate
 from megatron_lite.planning.trace import MeasuredTimes
 
-# Actions played before the search stops with the best split found: a few seconds.
+Counts = tuple[int, ...]  # layers of each stage
+# Actions simulated before the search stops with the best split found: a few seconds.
 MOST_ACTIONS = 600_000
 # Layers are taken from so many of the busiest stages, and given to as many of the others.
 _STAGES_TRIED = 6
@@ -22,14 +24,14 @@ _LEAST_GAIN = 1e-3
 
 @dataclass(frozen=True)
 class Proposal:
-    """Layers per stage as they were and as proposed, and the seconds of one pass with both, played.
+    """Layers per stage as they were and as proposed, and the seconds of one pass with both, simulated.
 
     block, embedding, head: seconds of one microbatch, forward and backward, of one layer, and of what the first and
     the last stage hold besides their layers.
     """
 
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: Counts
+    after: Counts
     seconds_before: float
     seconds_after: float
     block: float
@@ -60,21 +62,47 @@ def propose(
     counts, placement = tuple(counts), placement_of(schedule_name)
     schedule = build_schedule(schedule_name, pipeline_size, microbatches, chunks)
     split = SplitTimes(measured, counts, head_blocks)
-    balanced = plan_stages(
-        sum(counts),
-        pipeline_size,
-        chunks,
-        placement,
-        costs=unit_costs(split.block, split.embedding, split.head),
-    )
-    search = _Search(schedule, split, placement)
-    found = [search.climb(counts), search.climb(tuple(len(plan.layers) for plan in balanced))]
-    after = min(found, key=search.play)
-    if search.play(after) > (1 - _LEAST_GAIN) * search.play(counts):
+    costs = unit_costs(split.block, split.embedding, split.head)
+    balanced = plan_stages(sum(counts), pipeline_size, chunks, placement, costs=costs)
+    ends = [counts, tuple(len(plan.layers) for plan in balanced)]
+    seconds, left = {}, max(2, MOST_ACTIONS // sum(map(len, schedule)))  # the two ends at least
+
+    def best_of(candidates: Sequence[Counts]) -> Counts:
+        """The split with the shortest pass, of those simulated until the actions are used up."""
+        nonlocal left
+        for candidate in candidates:
+            if candidate not in seconds and left > 0:
+                left -= 1
+                seconds[candidate] = simulate(schedule, split.times(candidate), placement).seconds
+        return min((one for one in candidates if one in seconds), key=seconds.__getitem__)
+
+    best_of(ends)
+    for place, best in enumerate(ends):
+        while True:
+            faster = best_of([best, *_neighbours(best, split.times(best), schedule)])
+            if seconds[faster] >= seconds[best] * (1 - _LEAST_GAIN):
+                break
+            best = ends[place] = faster
+    after = best_of(ends)
+    if seconds[after] > (1 - _LEAST_GAIN) * seconds[counts]:
         after = counts
-    return Proposal(
-        counts, after, search.play(counts), search.play(after), split.block, split.embedding, split.head
-    )
+    return Proposal(counts, after, seconds[counts], seconds[after], split.block, split.embedding, split.head)
+
+
+def _neighbours(counts: Counts, times: MeasuredTimes, schedule: Schedule) -> list[Counts]:
+    """One layer moved; from the busiest ranks' stages first. Only the two ends may be left without a layer."""
+    last, load = len(counts) - 1, [times.of_stage(stage) for stage in range(len(counts))]
+    of_rank = {}
+    for actions in schedule:
+        stages = {action.stage for action in actions}
+        of_rank |= dict.fromkeys(stages, sum(load[stage] for stage in stages))
+    order = sorted(of_rank, key=lambda stage: (-of_rank[stage], -load[stage], stage))
+    movable = [stage for stage in order if counts[stage] > (0 if stage in (0, last) else 1)]
+    return [
+        tuple(count - (stage == source) + (stage == target) for stage, count in enumerate(counts))
+        for source, target in product(movable[:_STAGES_TRIED], reversed(order[-_STAGES_TRIED:]))
+        if target != source
+    ]
 
 
 class SplitTimes:
@@ -133,56 +161,3 @@ def block_seconds(counts: Sequence[int], seconds: dict[int, float], head_blocks:
         if short <= fitted:
             return block
         fitted |= short
-
-
-class _Search:
-    """Plays splits, each once, until the actions are used up."""
-
-    def __init__(self, schedule: Schedule, split: SplitTimes, placement: str) -> None:
-        self._schedule, self._split, self._placement = schedule, split, placement
-        self._left = MOST_ACTIONS
-        self._actions = sum(len(rank) for rank in schedule)
-        self._played: dict[tuple[int, ...], float] = {}
-
-    def play(self, counts: tuple[int, ...]) -> float:
-        """Seconds of a pass."""
-        if counts not in self._played:
-            self._left -= self._actions
-            timeline = simulate(self._schedule, self._split.times(counts), self._placement)
-            self._played[counts] = timeline.seconds
-        return self._played[counts]
-
-    def climb(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Move the one layer that helps most, again and again."""
-        best = counts
-        while True:
-            around = []
-            for candidate in self._neighbours(best):
-                if self._left <= 0:
-                    break
-                around.append(candidate)
-                self.play(candidate)
-            faster = min(around, key=self.play, default=best)
-            if self.play(faster) >= self.play(best) * (1 - _LEAST_GAIN):
-                return best
-            best = faster
-
-    def _neighbours(self, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """One layer moved; from the busiest ranks' stages first. Only the two ends may be left without a layer."""
-        last, times = len(counts) - 1, self._split.times(counts)
-        load = [times.of_stage(stage) for stage in range(len(counts))]
-        of_rank = [sum(load[s] for s in {a.stage for a in rank}) for rank in self._schedule]
-        stages = {
-            action.stage: of_rank[rank] for rank, actions in enumerate(self._schedule) for action in actions
-        }
-        order = sorted(stages, key=lambda stage: (-stages[stage], -load[stage], stage))
-        taken = [stage for stage in order if counts[stage] > (0 if stage in (0, last) else 1)]
-        moved = []
-        for source in taken[:_STAGES_TRIED]:
-            for target in reversed(order[-_STAGES_TRIED:]):
-                if target != source:
-                    changed = list(counts)
-                    changed[source] -= 1
-                    changed[target] += 1
-                    moved.append(tuple(changed))
-        return moved

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_lite.arithmetic.costs import block_matrix_parameters, mlp_matrix_parameters
 from megatron_lite.arithmetic.flops import flops_per_step
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
-from megatron_lite.arithmetic.partition import StagePlan, placement_of, plan_from_config
+from megatron_lite.arithmetic.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import (
     StageTimes,
     Timeline,
@@ -23,6 +23,7 @@ from megatron_lite.planning.activations import (
     activation_width,
     attention_kernel,
     block_activations,
+    hidden_bytes,
     tokens_per_microbatch,
 )
 from megatron_lite.planning.devices import Cluster
@@ -30,6 +31,7 @@ from megatron_lite.planning.memory import (
     adds_up_whole,
     block_parameters,
     microbatches_of,
+    reduced_width,
     shards,
     stage_local_parameters,
 )
@@ -91,38 +93,33 @@ def block_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
                      where a dense mask is needed 0.3 instead, and with context parallelism 1 + 1/(2 cp) of the work
     element-wise     2 x kept activations / memory bandwidth
     """
-    t, tokens, device = (
-        config.parallel.tensor_model_parallel_size,
-        tokens_per_microbatch(config),
-        cluster.device,
-    )
+    model, device, cp = config.model, cluster.device, config.parallel.context_parallel_size
+    work = 2 * tokens_per_microbatch(config) / config.parallel.tensor_model_parallel_size
     speed = device.efficiency * device.flops
-    query = config.model.num_attention_heads * config.model.kv_channels
-    matrices = 2 * tokens * block_matrix_parameters(config.model) / t / speed
-    cp = config.parallel.context_parallel_size
     share, seen = ATTENTION_SHARE, 1.0
     if attention_kernel(config) == "masked":
         share, seen = MASKED_SHARE, (2 if cp == 1 else 1 + 1 / (2 * cp))
-    attention = 2 * tokens * config.data.seq_length * query * seen / t / (speed * share)
+    queries = config.data.seq_length * model.num_attention_heads * model.kv_channels
     moved = ELEMENTWISE_PASSES * block_activations(config, None)
-    return matrices, attention, moved / device.memory_bandwidth
+    return (
+        work * block_matrix_parameters(model) / speed,
+        work * queries * seen / (speed * share),
+        moved / device.memory_bandwidth,
+    )
 
 
-def tensor_seconds(config: Config, cluster: Cluster) -> float:
-    """Tensor parallelism's collectives in one block's forward, all exposed; its backward has as many.
+def block_messages(config: Config, cluster: Cluster) -> float:
+    """Seconds of the collectives in one block's forward, all exposed; its backward has as many.
 
-    Two all-reduces of a T H; with sequence parallelism two all-gathers and two reduce-scatters of the same size.
+    Tensor ranks: two all-reduces of a T H; with sequence parallelism two all-gathers and two reduce-scatters of the
+    same size. Context ranks: the all-gather of keys and values, 2 a B S kv / t; backward scatters as much.
     """
-    size = activation_width(config) * tokens_per_microbatch(config) * config.model.hidden_size
-    return 2 * cluster.reduce_seconds(size, config.parallel.tensor_model_parallel_size, strides(config)["tp"])
-
-
-def context_seconds(config: Config, cluster: Cluster) -> float:
-    """The all-gather of keys and values, 2 a B S kv / t, in one block's forward; backward scatters as much."""
-    model, t = config.model, config.parallel.tensor_model_parallel_size
-    tokens = config.training.micro_batch_size * config.data.seq_length
-    size = 2 * activation_width(config) * tokens * model.num_query_groups * model.kv_channels / t
-    return cluster.gather_seconds(size, config.parallel.context_parallel_size, strides(config)["cp"])
+    model, parallel, apart = config.model, config.parallel, strides(config)
+    a, t, cp = activation_width(config), parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tokens = tokens_per_microbatch(config)
+    keys_and_values = 2 * a * tokens * cp * model.num_query_groups * model.kv_channels / t
+    tensor = 2 * cluster.reduce_seconds(a * tokens * model.hidden_size, t, apart["tp"])
+    return tensor + cluster.gather_seconds(keys_and_values, cp, apart["cp"])
 
 
 def shard_gather_seconds(config: Config, cluster: Cluster, parameters: float, width: float) -> float:
@@ -139,35 +136,31 @@ def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSec
     The gathering of a block's weights (where they are freed after forward: for each microbatch, forward and backward)
     hides behind the block before it: max(0, gathering - block) is exposed.
     """
-    parallel, device = config.parallel, cluster.device
+    parallel, model, device = config.parallel, config.model, cluster.device
     matrices, attention, other = block_seconds(config, cluster)
-    messages = tensor_seconds(config, cluster) + context_seconds(config, cluster)
-    layers = len(plan.layers)
-    speed = device.efficiency * device.flops
-    head = 0.0
-    if plan.has_lm_head:
-        rows = config.model.padded_vocab_size / parallel.tensor_model_parallel_size
-        head = 2 * tokens_per_microbatch(config) * config.model.hidden_size * rows / speed
-    forward = layers * (matrices + attention + other + messages) + head
-    again = layers_recomputed(config, layers) * (matrices + attention + other + messages)
+    block, messages = matrices + attention + other, block_messages(config, cluster)
+    layers, recomputed = len(plan.layers), layers_recomputed(config, len(plan.layers))
+    again, forward_wait, backward_wait = recomputed * (block + messages), 0.0, 0.0
     if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
         again += layers * attention
     if parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules:
-        mlp = mlp_matrix_parameters(config.model)
-        again += layers * matrices * mlp / block_matrix_parameters(config.model)
-    exposed = 0.0
+        again += layers * matrices * mlp_matrix_parameters(model) / block_matrix_parameters(model)
     if reshards(config) or microbatches_of(config) == (1, 1):
         gathering = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
-        block = matrices + attention + other
         forward_wait = layers * max(0.0, gathering - block)
-        forward += forward_wait
-        exposed += forward_wait
         backward_wait = layers * max(0.0, gathering - 2 * block) if reshards(config) else 0.0
-        again += backward_wait
-        exposed += backward_wait
-    exposed += (2 * layers + layers_recomputed(config, layers)) * messages
-    backward_input = layers * (matrices + 2 * attention + 2 * other + messages) + head + again
-    return StageSeconds(forward, backward_input, layers * matrices + head, exposed)
+    head = 0.0
+    if plan.has_lm_head:
+        rows = model.padded_vocab_size / parallel.tensor_model_parallel_size
+        head = (
+            2 * tokens_per_microbatch(config) * model.hidden_size * rows / (device.efficiency * device.flops)
+        )
+    return StageSeconds(
+        forward=layers * (block + messages) + head + forward_wait,
+        backward_input=layers * (block + attention + other + messages) + head + again + backward_wait,
+        backward_weight=layers * matrices + head,
+        exposed=(2 * layers + recomputed) * messages + forward_wait + backward_wait,
+    )
 
 
 def layers_recomputed(config: Config, layers: int) -> int:
@@ -189,54 +182,48 @@ def step_edges(
     replicas an all-reduce of the shards, 4 P / n, follows. The optimizer reads and writes 28 bytes
     a parameter; offloaded it moves gradients and weights over PCIe (8 bytes) and computes at a tenth of that speed.
     """
-    sizes, apart, count = mesh_sizes(config), strides(config), shards(config)
-    local = sum(stage_local_parameters(config, plan) for plan in plans)
-    width = 2 if config.precision.grad_reduce_in_bf16 else 4
-    first = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
-    gathering = 0.0
+    local, width = sum(stage_local_parameters(config, plan) for plan in plans), reduced_width(config)
+    mine, copies = local / shards(config), mesh_sizes(config)["dp_replicate"]
+    exposed = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
     if not reshards(config):
-        gathering = shard_gather_seconds(config, cluster, local, activation_width(config)) - last_backward / 2
+        gathering = shard_gather_seconds(config, cluster, local, activation_width(config))
+        exposed += max(0.0, gathering - last_backward / 2)
     reduction = shard_gather_seconds(config, cluster, local, width)
-    replicas = cluster.reduce_seconds(width * local / count, sizes["dp_replicate"], apart["dp_replicate"])
-    exposed = first + max(0.0, gathering) + max(0.0, reduction + replicas - last_backward)
+    replicas = cluster.reduce_seconds(width * mine, copies, strides(config)["dp_replicate"])
+    exposed += max(0.0, reduction + replicas - last_backward)
     if not adds_up_whole(config):
         passes, size = microbatches_of(config)
         exposed += (passes * size - 1) * max(0.0, reduction - last_backward)
-    optimizer = 28 * local / count / cluster.device.memory_bandwidth
     if config.parallel.fsdp_cpu_offload:
-        optimizer = (8 + 80) * local / count / HOST_BANDWIDTH
-    return exposed, optimizer
+        return exposed, (8 + 80) * mine / HOST_BANDWIDTH
+    return exposed, 28 * mine / cluster.device.memory_bandwidth
 
 
 def pass_timeline(config: Config, cluster: Cluster) -> Timeline:
-    """One pipeline pass, played by arithmetic/pipeline_schedule.py with this model's seconds per stage."""
-    plans = plan_from_config(config)
+    """One pipeline pass, simulated with this model's seconds per stage."""
     parallel, (_, count) = config.parallel, microbatches_of(config)
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     name = runnable_schedule(parallel.pipeline_schedule, size, count)
-    times = stage_times(config, cluster, plans)
+    times = stage_times(config, cluster, plan_from_config(config))
     schedule = build_schedule(name, size, count, chunks)
     return simulate(schedule, times, placement_of(name), message_seconds(config, cluster))
 
 
 def stage_times(config: Config, cluster: Cluster, plans: list[StagePlan]) -> StageTimes:
-    """The seconds that the simulator plays with."""
-    found = [stage_seconds(config, cluster, plan) for plan in plans]
+    """The seconds that the simulator takes."""
+    stages = [stage_seconds(config, cluster, plan) for plan in plans]
     return StageTimes(
-        tuple(one.forward for one in found),
-        tuple(one.backward_input for one in found),
-        tuple(one.backward_weight for one in found),
+        tuple(stage.forward for stage in stages),
+        tuple(stage.backward_input for stage in stages),
+        tuple(stage.backward_weight for stage in stages),
     )
 
 
 def message_seconds(config: Config, cluster: Cluster) -> float:
     """One hidden state, a T H / s, to the next pipeline rank."""
-    parallel = config.parallel
-    if parallel.pipeline_model_parallel_size == 1:
+    if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
-    s = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    size = activation_width(config) * tokens_per_microbatch(config) * config.model.hidden_size / s
-    return cluster.send_seconds(size, strides(config)["pp"])
+    return cluster.send_seconds(hidden_bytes(config), strides(config)["pp"])
 
 
 def _around(config: Config, cluster: Cluster) -> list[tuple[float, float, float, float]]:
@@ -244,12 +231,12 @@ def _around(config: Config, cluster: Cluster) -> list[tuple[float, float, float,
     plans, (passes, count) = plan_from_config(config), microbatches_of(config)
     out = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        mine = [plan for plan in plans if plan.rank == rank]
-        found = [stage_seconds(config, cluster, plan) for plan in mine]
-        backward = sum(one.backward_input + one.backward_weight for one in found)
-        busy = passes * count * (backward + sum(one.forward for one in found))
-        exposed, optimizer = step_edges(config, cluster, mine, backward)
-        out.append((busy, passes * count * sum(one.exposed for one in found), exposed, optimizer))
+        mine = stages_of_rank(plans, rank)
+        stages = [stage_seconds(config, cluster, plan) for plan in mine]
+        backward = sum(stage.backward_input + stage.backward_weight for stage in stages)
+        busy = passes * count * (backward + sum(stage.forward for stage in stages))
+        exposed = passes * count * sum(stage.exposed for stage in stages)
+        out.append((busy, exposed, *step_edges(config, cluster, mine, backward)))
     return out
 
 
@@ -260,19 +247,16 @@ def least_seconds(config: Config, cluster: Cluster) -> float:
 
 def step_time(config: Config, cluster: Cluster) -> StepTime:
     """The step: passes x the simulated pass, the exposed communication around it and the optimizer."""
-    around = _around(config, cluster)
-    timeline = pass_timeline(config, cluster)
-    passes, _ = microbatches_of(config)
-    edges, optimizer = max(one[2] for one in around), max(one[3] for one in around)
-    seconds = passes * timeline.seconds + edges + optimizer
-    slowest = max(around)
-    flops = flops_per_step(config, config.training.global_batch_size)
-    rate = flops / seconds / cluster.num_gpus
+    ranks, timeline = _around(config, cluster), pass_timeline(config, cluster)
+    busy, inside, _, _ = max(ranks)
+    edges, optimizer = max(rank[2] for rank in ranks), max(rank[3] for rank in ranks)
+    seconds = microbatches_of(config)[0] * timeline.seconds + edges + optimizer
+    rate = flops_per_step(config, config.training.global_batch_size) / seconds / cluster.num_gpus
     return StepTime(
         seconds=seconds,
-        busy=slowest[0],
+        busy=busy,
         bubble=timeline.bubble_fraction,
-        exposed=slowest[1] + edges,
+        exposed=inside + edges,
         optimizer=optimizer,
         mfu=rate / cluster.device.flops,
         tflops=rate / 1e12,
