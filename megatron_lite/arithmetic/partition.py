@@ -52,7 +52,6 @@ def stages_of_rank(plans: list[StagePlan], rank: int) -> list[StagePlan]:
     return [plan for plan in plans if plan.rank == rank]
 
 
-@lru_cache(maxsize=1024)  # a search asks for the same splits a hundred thousand times
 def unit_costs(layer: float = 1.0, embedding: float = 0.0, head: float = 0.0) -> ModelCosts:
     """Costs of compute alone, to balance by: of one layer, of the embedding, of the head."""
     return ModelCosts(ComponentCost(0, embedding), (ComponentCost(1, layer),), ComponentCost(0, head))
@@ -101,11 +100,11 @@ def _plan_with(config: Config, costs: ModelCosts) -> list[StagePlan]:
     return _plans_of_counts(_counts(config, ranks, costs), ranks, size)
 
 
-def _ranks_of_stages(pipeline_size: int, chunks: int, placement: str) -> list[int]:
-    return [rank_of_stage(stage, pipeline_size, placement) for stage in range(pipeline_size * chunks)]
+def _ranks_of_stages(pipeline_size: int, chunks: int, placement: str) -> tuple[int, ...]:
+    return tuple(rank_of_stage(stage, pipeline_size, placement) for stage in range(pipeline_size * chunks))
 
 
-def _counts(config: Config, ranks: list[int], costs: ModelCosts) -> list[int]:
+def _counts(config: Config, ranks: tuple[int, ...], costs: ModelCosts) -> list[int]:
     """Layers of each stage. The first of these flags that is given decides:
 
     --pipeline-model-parallel-layout: the stages written out.
@@ -141,7 +140,7 @@ def _counts(config: Config, ranks: list[int], costs: ModelCosts) -> list[int]:
     return _counts_balanced(num_layers, ranks, chunks, costs, lowest=1)
 
 
-def _plans_of_counts(counts: list[int], ranks: list[int], pipeline_size: int) -> list[StagePlan]:
+def _plans_of_counts(counts: list[int], ranks: tuple[int, ...], pipeline_size: int) -> list[StagePlan]:
     plans, start = [], 0
     for stage, count in enumerate(counts):
         plans.append(
@@ -158,8 +157,9 @@ def _plans_of_counts(counts: list[int], ranks: list[int], pipeline_size: int) ->
     return plans
 
 
+@lru_cache(maxsize=1024)  # a search asks for the same splits a hundred thousand times
 def _counts_balanced(
-    num_layers: int, ranks: list[int], chunks: int, costs: ModelCosts, lowest: int = 0
+    num_layers: int, ranks: tuple[int, ...], chunks: int, costs: ModelCosts, lowest: int = 0
 ) -> list[int]:
     """Layers per stage: one at a time to the rank that has least, there to the stage that has least.
 
@@ -200,7 +200,7 @@ def _counts_balanced(
 
 
 def _counts_first_last(
-    num_layers: int, ranks: list[int], chunks: int, first: int | None, last: int | None
+    num_layers: int, ranks: tuple[int, ...], chunks: int, first: int | None, last: int | None
 ) -> list[int]:
     """Layers per stage when the first and/or the last rank's total is given, as Megatron means it."""
     pipeline_size = len(ranks) // chunks
@@ -226,7 +226,7 @@ def _counts_first_last(
         )
     counts = [given.get(rank, 0) // chunks for rank in ranks]
     if rest:
-        shared = _counts_balanced(left, [ranks[s] for s in rest], chunks, unit_costs(), lowest=1)
+        shared = _counts_balanced(left, tuple(ranks[s] for s in rest), chunks, unit_costs(), lowest=1)
         for stage, count in zip(rest, shared, strict=True):
             counts[stage] = count
     return counts
