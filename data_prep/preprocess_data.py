@@ -12,10 +12,11 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,29 @@ from megatron_lite.config import ConfigError
 from megatron_lite.data.indexed_dataset import best_dtype
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
-from megatron_lite.preprocessing.documents import (
+from megatron_lite.preprocessing.encoding import ChunkEncoder, Encoded, EncodingOptions
+from megatron_lite.preprocessing.journal import Journal, disk_error
+from megatron_lite.preprocessing.records import place
+from megatron_lite.preprocessing.text_files import (
     Chunk,
-    Extent,
-    Source,
     Span,
+    TextFile,
     find_files,
     identify,
     read_chunks,
     read_dataset,
-    resume_spans,
     split_spans,
 )
-from megatron_lite.preprocessing.encoding import ChunkEncoder, Encoded, EncodingOptions
-from megatron_lite.preprocessing.journal import Journal, disk_error
-from megatron_lite.preprocessing.records import place
 from megatron_lite.preprocessing.workers import map_in_order
 
 MAX_EXAMPLES = 3  # bad documents shown of each kind
+SENTENCES = "sentences are not split"
 NO_EFFECT = {
-    "partitions": "the output is in the order of the input for any --workers",
-    "keep_sequential_samples": "the order is always kept",
-    "keep_newlines": "sentences are not split",
-    "lang": "sentences are not split",
-    "dataset_impl": "the indexed format is the only one",
+    "--partitions": "the output is in the order of the input for any --workers",
+    "--keep-sequential-samples": "the order is always kept",
+    "--keep-newlines": SENTENCES,
+    "--lang": SENTENCES,
+    "--dataset-impl": "the indexed format is the only one",
 }
 
 
@@ -65,61 +65,63 @@ class Tally:
     examples: list[str] = field(default_factory=list)
     path: str = ""  # of the file that is being read
     position: int = 0  # of the next byte or row in it
-    lines: int | None = (
-        None  # before that position; None = not known, the file was not read from its beginning
-    )
+    lines: int | None = None  # before that position; None = not known: not read from the file's beginning
+
+    def skipped_words(self) -> str:
+        """How many documents were left out, and for what: '3: 2 null, 1 invalid JSON'."""
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.skipped.items()))
+        return f"{sum(self.skipped.values()):,}{f': {kinds}' if kinds else ''}"
 
 
 @dataclass(frozen=True)
 class Input:
     """What this run reads: the spans of its files, or a part of a dataset of the `datasets` library."""
 
-    sources: dict[str, Source]
+    words: str  # that named it, for messages
+    files: dict[str, TextFile]
     spans: list[Span]
     dataset: tuple[str, str, str | None] | None
     shard: tuple[int, int]
     keys: tuple[str, ...]
     max_document_bytes: int
 
+    @classmethod
+    def of(cls, arguments: Namespace) -> "Input":
+        """Find and identify what the flags name. Raises ConfigError for a name without files or without access."""
+        shard = (arguments.num_shards, arguments.shard_id)
+        files = [identify(path) for path in find_files(arguments.input or [])]
+        dataset = arguments.dataset
+        return cls(
+            words=f"--dataset {dataset}" if dataset else f"--input {' '.join(arguments.input)}",
+            files={file.path: file for file in files},
+            spans=split_spans(files, *shard),
+            dataset=(dataset, arguments.dataset_split, arguments.dataset_config) if dataset else None,
+            shard=shard,
+            keys=tuple(arguments.json_keys),
+            max_document_bytes=int(arguments.max_document_megabytes * 1e6),
+        )
+
     def chunks(self, start: Tally) -> Iterator[Chunk]:
         """The chunks from the position of `start` on."""
         if self.dataset is not None:
             yield from read_dataset(*self.dataset, self.keys, self.shard, start.position)
             return
-        index = next((i for i, span in enumerate(self.spans) if span.source.path == start.path), 0)
-        for span in resume_spans(self.spans, index, start.position):
-            yield from read_chunks(span, self.keys, self.max_document_bytes)
+        rest = list(dropwhile(lambda span: span.file.path != start.path, self.spans)) or self.spans
+        for span in rest:
+            begin = max(span.start, start.position if span.file.path == start.path else 0)
+            yield from read_chunks(replace(span, start=begin), self.keys, self.max_document_bytes)
 
     def starts_at_top(self, path: str) -> bool:
         """Whether the first line read of `path` is its first line."""
-        return all(span.start == 0 for span in self.spans if span.source.path == path)
+        return all(span.start == 0 for span in self.spans if span.file.path == path)
 
     @property
     def total_bytes(self) -> int | None:
         """Bytes of text to come, None where only reading tells."""
-        known = all(
-            s.source.compression is None and s.source.kind in ("jsonl", "text", "empty") for s in self.spans
-        )
-        if self.dataset is not None or not known:
+        files = [span.file for span in self.spans]
+        if self.dataset or any(file.compression or file.kind in ("parquet", "refused") for file in files):
             return None
-        return sum((span.source.size if span.end is None else span.end) - span.start for span in self.spans)
-
-
-def open_input(arguments: Namespace) -> Input:
-    """Find and identify what the flags name. Raises ConfigError for a name without files, a file without access."""
-    shard = (arguments.num_shards, arguments.shard_id)
-    sources = [identify(path) for path in find_files(arguments.input)] if arguments.input else []
-    dataset = (
-        (arguments.dataset, arguments.dataset_split, arguments.dataset_config) if arguments.dataset else None
-    )
-    return Input(
-        sources={source.path: source for source in sources},
-        spans=split_spans(sources, *shard),
-        dataset=dataset,
-        shard=shard,
-        keys=tuple(arguments.json_keys),
-        max_document_bytes=int(arguments.max_document_megabytes * 1e6),
-    )
+        return sum((span.file.size if span.end is None else span.end) - span.start for span in self.spans)
 
 
 def output_names(arguments: Namespace) -> list[str]:
@@ -130,7 +132,7 @@ def output_names(arguments: Namespace) -> list[str]:
 
 def signature(source: Input, options: EncodingOptions, tokenizer: Tokenizer) -> dict[str, Any]:
     """What has to be the same for a resumed run."""
-    files = [[path, item.size, Path(path).stat().st_mtime_ns] for path, item in source.sources.items()]
+    files = [[path, item.size, Path(path).stat().st_mtime_ns] for path, item in source.files.items()]
     return {
         "input": files or list(source.dataset or ()),
         "shard": list(source.shard),
@@ -154,14 +156,14 @@ def about(names: Sequence[str], tokenizer: Tokenizer, options: EncodingOptions) 
     return [dict(facts, key=key) for key in options.keys]
 
 
-def take(tally: Tally, chunk: Extent, encoded: Encoded, source: Input, skip_bad: bool) -> None:
+def take(tally: Tally, chunk: Chunk, encoded: Encoded, source: Input, skip_bad: bool) -> None:
     """Count a chunk. Raises ConfigError at the first bad document unless such are skipped."""
     if chunk.path != tally.path:
         tally.path, tally.lines = chunk.path, 0 if source.starts_at_top(chunk.path) else None
     for bad in encoded.bad:
         shown = tally.skipped.get(bad.kind, 0)
         if not skip_bad or shown < MAX_EXAMPLES:
-            where = place(chunk.path, chunk.kind, chunk.offset, bad.line, source.sources, tally.lines)
+            where = place(chunk.path, chunk.kind, chunk.offset, bad.line, source.files, tally.lines)
             if not skip_bad:
                 raise ConfigError(f"{where}: {bad.sentence}; --skip-bad-documents leaves such documents out")
             tally.examples.append(f"{where}: {bad.sentence}")
@@ -180,30 +182,24 @@ class Progress:
 
     def __init__(self, total: int | None, log_interval: int | None) -> None:
         self._interval, self._next, self._started = log_interval, log_interval or 0, time.perf_counter()
-        wait = 0.2 if sys.stderr.isatty() else 10
         self._bar = tqdm(
             total=total,
             unit="B",
             unit_scale=True,
-            mininterval=wait,
+            mininterval=0.2 if sys.stderr.isatty() else 10,
             disable=log_interval is not None,
             dynamic_ncols=True,
             desc="tokenizing",
-            delay=1,  # a wrong input is told without a bar before it
+            delay=1,  # a wrong input is reported without a bar before it
         )
 
     def update(self, size: int, documents: int, tokens: int) -> None:
         """`size` more bytes are done; `documents` and `tokens` in all."""
-        rate = tokens / max(1e-9, time.perf_counter() - self._started)
-        if self._interval is None:
-            self._bar.set_postfix_str(f"{documents:,} documents, {rate:,.0f} tokens/s", refresh=False)
-            self._bar.update(size)
-        elif documents >= self._next:
-            print(
-                f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s",
-                file=sys.stderr,
-                flush=True,
-            )
+        rate = f"{tokens / max(1e-9, time.perf_counter() - self._started):,.0f} tokens/s"
+        self._bar.set_postfix_str(f"{documents:,} documents, {rate}", refresh=False)
+        self._bar.update(size)
+        if self._interval is not None and documents >= self._next:
+            print(f"{documents:,} documents, {tokens:,} tokens, {rate}", file=sys.stderr, flush=True)
             self._next = documents + self._interval
 
     def close(self) -> None:
@@ -221,7 +217,7 @@ def tokenize(
         source.chunks(tally),
         arguments.workers,
         size=lambda chunk: chunk.size,
-        keep=lambda chunk: chunk.extent,
+        keep=lambda chunk: replace(chunk, data=None),
     )
     try:
         for chunk, encoded in results:
@@ -238,11 +234,12 @@ def tokenize(
         progress.close()
     if arguments.num_shards == 1 and tally.documents == tally.empty:
         what = f"{tally.documents:,} documents, all without text" if tally.documents else "no document"
-        skipped = ""
-        if tally.skipped:
-            kinds = ", ".join(f"{count:,} {kind}" for kind, count in tally.skipped.items())
-            skipped = f" ({sum(tally.skipped.values()):,} bad ones were left out: {kinds}; first {tally.examples[0]})"
-        raise ConfigError(f"{_input_words(arguments)} holds {what}{skipped}, wanted text to tokenize")
+        bad = (
+            f" (bad ones were left out, {tally.skipped_words()}; first {tally.examples[0]})"
+            if tally.skipped
+            else ""
+        )
+        raise ConfigError(f"{source.words} holds {what}{bad}, wanted text to tokenize")
     journal.commit(asdict(tally), complete=True)
 
 
@@ -250,7 +247,7 @@ def preprocess(arguments: Namespace) -> None:
     """The whole run. Raises ConfigError and RunError; what was written aside stays only if --resume can use it."""
     tokenizer_flags = tokenizer_config(arguments)
     tokenizer = build_tokenizer(tokenizer_flags, arguments.vocab_size)
-    source = open_input(arguments)
+    source = Input.of(arguments)
     options = EncodingOptions(
         tokenizer=tokenizer_flags,
         vocab_size=arguments.vocab_size,
@@ -273,19 +270,17 @@ def preprocess(arguments: Namespace) -> None:
             tokenize(source, options, journal, tally, arguments)
         journal.publish(about(names, tokenizer, options))
     except BaseException as error:
-        kept = journal.state is not None
-        journal.release() if kept else journal.remove()
-        hint = f"what was done is kept in '{journal.folder}': --resume goes on" if kept else ""
         if isinstance(error, OSError):
             error = disk_error(error, str(journal.folder))
-        raise (
-            type(error)(f"{error}; {hint}".removeprefix("; ")) if _worded(error) and hint else error
-        ) from None
+        if journal.state is None:
+            journal.remove()
+        else:
+            journal.release()
+            if isinstance(error, ConfigError | RuntimeError | KeyboardInterrupt):
+                hint = f"what was done is kept in '{journal.folder}': --resume goes on"
+                error = type(error)(f"{error}; {hint}".removeprefix("; "))
+        raise error from None
     summarise(tally, names, tokenizer, options, time.perf_counter() - started, before, arguments)
-
-
-def _worded(error: BaseException) -> bool:
-    return isinstance(error, ConfigError | RuntimeError | KeyboardInterrupt)
 
 
 def summarise(
@@ -300,15 +295,13 @@ def summarise(
     """Print what was made. `before`: tokens of an earlier, interrupted run."""
     done = tally.tokens - before
     print(f"tokenizer   {tokenizer.name}, {tokenizer.vocab_size:,} tokens, eod {tokenizer.eod}")
-    print(
-        f"documents   {tally.documents:,}{f', {tally.empty:,} of them without text' if tally.empty else ''}"
-    )
+    empty = f", {tally.empty:,} of them without text" if tally.empty else ""
+    print(f"documents   {tally.documents:,}{empty}")
     if not options.append_eod:
         print("            not ended by eod: --append-eod was not given")
     ratio = f", {tally.text_bytes / tally.tokens:.2f} bytes of text each" if tally.tokens else ""
     print(f"tokens      {tally.tokens:,}{ratio}")
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(tally.skipped.items()))
-    print(f"skipped     {sum(tally.skipped.values()):,}{f': {kinds}' if kinds else ''}")
+    print(f"skipped     {tally.skipped_words()}")
     for example in tally.examples:
         print(f"            {example}")
     rate = done / max(seconds, 1e-9)
@@ -338,8 +331,8 @@ def main(argv: Sequence[str]) -> None:
             f"--shard-id is {arguments.shard_id}, wanted less than --num-shards {arguments.num_shards}"
         )
     for flag, reason in NO_EFFECT.items():
-        if getattr(arguments, flag) is not None:
-            print(f"note: --{flag.replace('_', '-')} has no effect: {reason}", file=sys.stderr)
+        if flag.removeprefix("--").replace("-", "_") in arguments:
+            print(f"note: {flag} has no effect: {reason}", file=sys.stderr)
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         preprocess(arguments)
@@ -382,16 +375,9 @@ def build_parser() -> Parser:
     )
     group = parser.add_argument_group("Megatron's, without effect here")
     group.add_argument("--split-sentences", action="store_true", help="refused: for BERT-style samples")
-    group.add_argument("--partitions", type=int, help="no effect")
-    group.add_argument("--keep-sequential-samples", action="store_const", const=True, help="no effect")
-    group.add_argument("--keep-newlines", action="store_const", const=True, help="no effect")
-    group.add_argument("--lang", help="no effect")
-    group.add_argument("--dataset-impl", help="no effect")
+    for flag in NO_EFFECT:
+        group.add_argument(flag, nargs="?", default=SUPPRESS, help="no effect")
     return parser
-
-
-def _input_words(arguments: Namespace) -> str:
-    return f"--dataset {arguments.dataset}" if arguments.dataset else f"--input {' '.join(arguments.input)}"
 
 
 if __name__ == "__main__":

@@ -21,16 +21,16 @@ import sentencepiece
 from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
 from megatron_lite.files.writing import write_aside
-from megatron_lite.preprocessing.documents import (
+from megatron_lite.preprocessing.records import parse, place
+from megatron_lite.preprocessing.text_files import (
     CHUNK_BYTES,
-    Source,
     Span,
+    TextFile,
     find_files,
     identify,
     line_start,
     read_chunks,
 )
-from megatron_lite.preprocessing.records import parse, place
 
 NUM_BASE_PIECES = 3 + 256  # unk, bos, eos and the bytes
 MAX_LINE = 1000  # characters; SentencePiece leaves out what is longer than its limit of bytes
@@ -39,33 +39,33 @@ RESERVED = re.compile("[\0\u2581\u2585\t]")
 LINE = re.compile(f"[^\n]{{1,{MAX_LINE}}}")  # a line break is a byte of its own: the library trains on lines
 
 
-def sample_spans(source: Source, share: int) -> Iterator[Span]:
-    """Parts of a source to read until `share` bytes are taken: plain JSON lines in evenly spaced pieces, other
+def sample_spans(file: TextFile, share: int) -> Iterator[Span]:
+    """Parts of a file to read until `share` bytes are taken: plain JSON lines in evenly spaced pieces, other
     kinds from the beginning."""
-    if source.kind != "jsonl" or source.compression is not None or share >= source.size:
-        yield Span(source)
+    if file.kind != "jsonl" or file.compression is not None or share >= file.size:
+        yield Span(file)
         return
     pieces = max(1, round(share / CHUNK_BYTES))
     for piece in range(pieces):
-        start = line_start(source, source.size * piece // pieces)
-        stop = line_start(source, start + share // pieces)
+        start = line_start(file, file.size * piece // pieces)
+        stop = line_start(file, start + share // pieces)
         if start < stop:
-            yield Span(source, start, stop)
+            yield Span(file, start, stop)
 
 
 def read_sample(
-    sources: Sequence[Source], keys: Sequence[str], size: int, skip_bad: bool
+    files: Sequence[TextFile], keys: Sequence[str], size: int, skip_bad: bool
 ) -> tuple[list[str], int]:
-    """Texts of about `size` bytes, from each source in proportion to its size on disk, or all there are.
+    """Texts of about `size` bytes, from each file in proportion to its size on disk, or all there are.
 
     Returns (texts, number of documents left out as bad). Raises ConfigError at a bad document.
     """
-    texts, bad_documents, by_path = [], 0, {source.path: source for source in sources}
-    total = sum(source.size for source in sources)
-    credit = 0.0  # bytes due from the sources so far; a source larger than its due makes the next ones wait
-    for source in sources:
-        credit += source.size * min(1.0, size / total) if total else 0
-        for span in sample_spans(source, int(credit)):
+    texts, bad_documents, by_path = [], 0, {file.path: file for file in files}
+    total = sum(file.size for file in files)
+    credit = 0.0  # bytes due from the files so far; one larger than its due makes the next ones wait
+    for file in files:
+        credit += file.size * min(1.0, size / total) if total else 0
+        for span in sample_spans(file, int(credit)):
             for chunk in read_chunks(span, keys, 1 << 26) if credit > 0 else ():
                 records = parse(chunk, keys)
                 if records.bad and not skip_bad:
@@ -139,9 +139,9 @@ def main(argv: Sequence[str]) -> None:
     arguments = build_parser().parse_args(argv)
     make_folder_of(arguments.output, "--output")
     started = time.perf_counter()
-    sources = [identify(path) for path in find_files(arguments.input)]
+    files = [identify(path) for path in find_files(arguments.input)]
     size = int(arguments.sample_megabytes * 1e6)
-    texts, bad = read_sample(sources, arguments.json_keys, size, arguments.skip_bad_documents)
+    texts, bad = read_sample(files, arguments.json_keys, size, arguments.skip_bad_documents)
     characters = sum(map(len, texts))
     if not characters:
         raise ConfigError(f"--input {' '.join(arguments.input)} holds no text, wanted some to train on")

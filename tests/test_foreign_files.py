@@ -15,7 +15,7 @@ from megatron_lite.distributed.environment import Environment
 from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.folder import _open_weights
 from megatron_lite.planning.trace import read_trace
-from megatron_lite.preprocessing.documents import identify
+from megatron_lite.preprocessing.text_files import identify
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 4863000\n" % (b"4" * 64)
 CONTENTS = {

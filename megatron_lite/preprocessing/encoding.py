@@ -1,7 +1,6 @@
 """A chunk of documents -> token arrays: what one worker process of the preprocessing does."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,8 +8,8 @@ from megatron_lite.config import ConfigError, DataConfig
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.data.unicode_text import utf8_size
 from megatron_lite.distributed.environment import set_default
-from megatron_lite.preprocessing.documents import Chunk
-from megatron_lite.preprocessing.records import Bad, Records, parse
+from megatron_lite.preprocessing.records import BadDocument, Records, parse
+from megatron_lite.preprocessing.text_files import Chunk
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class EncodingOptions:
     max_document_bytes: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Encoded:
     """The documents of a chunk, in order.
 
@@ -45,11 +44,11 @@ class Encoded:
         text_bytes: of the encoded texts, in UTF-8.
     """
 
-    tokens: list[np.ndarray] = field(default_factory=list)
-    lengths: list[np.ndarray] = field(default_factory=list)
-    bad: list[Bad] = field(default_factory=list)
-    num_lines: int = 0
-    text_bytes: int = 0
+    tokens: list[np.ndarray]
+    lengths: list[np.ndarray]
+    bad: list[BadDocument]
+    num_lines: int
+    text_bytes: int
 
 
 class ChunkEncoder:
@@ -65,15 +64,17 @@ class ChunkEncoder:
         """Tokens of the chunk's good documents, and the bad ones. Raises nothing for bad input."""
         options = self._options
         records = parse(chunk, options.keys, options.max_document_bytes)
-        columns = self._encode(records)
-        encoded = Encoded(bad=sorted(records.bad, key=lambda bad: bad.line), num_lines=_num_lines(chunk))
         eod = self._tokenizer.eod if options.append_eod else None
-        for ids, lengths in columns:
-            tokens, lengths = _ended(ids, lengths, eod, np.dtype(options.dtype))
-            encoded.tokens.append(tokens)
-            encoded.lengths.append(lengths)
-        encoded.text_bytes = sum(utf8_size(text) for values in records.texts for text in values)
-        return encoded
+        columns = [
+            _ended(ids, lengths, eod, np.dtype(options.dtype)) for ids, lengths in self._encode(records)
+        ]
+        return Encoded(
+            tokens=[tokens for tokens, _ in columns],
+            lengths=[lengths for _, lengths in columns],
+            bad=sorted(records.bad, key=lambda bad: bad.line),
+            num_lines=_num_lines(chunk),
+            text_bytes=sum(utf8_size(text) for values in records.texts for text in values),
+        )
 
     def _encode(self, records: Records) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each key all ids, and how many each document has. What the tokenizer refuses moves to records.bad."""
@@ -87,17 +88,15 @@ class ChunkEncoder:
                 self._drop_refused(records)
 
     def _drop_refused(self, records: Records) -> None:
-        kept: list[int] = []
-        for number, values in enumerate(records.texts):
+        good = []
+        for values, line in zip(records.texts, records.lines):
             try:
                 self._tokenizer.encode_batch(values)
-                kept.append(number)
+                good.append((values, line))
             except ConfigError as error:
-                records.bad.append(
-                    Bad("refused by the tokenizer", f"cannot be encoded: {error}", records.lines[number])
-                )
-        records.texts[:] = _select(records.texts, kept)
-        records.lines[:] = _select(records.lines, kept)
+                bad = BadDocument("refused by the tokenizer", f"cannot be encoded: {error}", line)
+                records.bad.append(bad)
+        records.texts, records.lines = [values for values, _ in good], [line for _, line in good]
 
 
 def _ended(
@@ -112,10 +111,6 @@ def _ended(
     is_text[np.cumsum(ended)[lengths > 0] - 1] = False
     tokens[is_text] = ids
     return tokens, ended.astype(np.int32)
-
-
-def _select(items: Sequence, numbers: Sequence[int]) -> list:
-    return [items[number] for number in numbers]
 
 
 def _num_lines(chunk: Chunk) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lite.config import ConfigError
 from megatron_lite.data.unicode_text import check_unicode, utf8_size
-from megatron_lite.preprocessing.documents import Chunk, Source, open_stream, too_long
+from megatron_lite.preprocessing.text_files import Chunk, TextFile, open_stream, pieces, too_long
 
 _BOM = b"\xef\xbb\xbf"
 _LONG_LINE = 1 << 20  # bytes; not copied without need
@@ -19,11 +19,12 @@ class BadDocument(Exception):
     Attributes:
         kind: one of a few words, for counting: "invalid JSON", "null", "lone surrogate" ...
         sentence: what is wrong, to follow the place.
+        line: lines (or rows) after the chunk's first.
     """
 
-    def __init__(self, kind: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.kind, self.sentence = kind, sentence
+    def __init__(self, kind: str, sentence: str, line: int = 0) -> None:
+        super().__init__(kind, sentence, line)
+        self.kind, self.sentence, self.line = kind, sentence, line
 
 
 class _Pairs(list):
@@ -34,49 +35,37 @@ class _Pairs(list):
 _DECODER = json.JSONDecoder(object_pairs_hook=_Pairs)
 
 
-@dataclass(frozen=True)
-class Bad:
-    """Where a bad document lies: in the chunk's file, `line` lines (or rows) after the chunk's first."""
-
-    kind: str
-    sentence: str
-    line: int
-
-
 @dataclass
 class Records:
     """The documents of a chunk: one tuple of texts each, in the order of the keys; and what was not taken."""
 
     texts: list[tuple[str, ...]] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)  # of each document, counted from the chunk's first
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadDocument] = field(default_factory=list)
 
 
 def parse(chunk: Chunk, keys: Sequence[str], max_document_bytes: int | None = None) -> Records:
     """Check the documents of `chunk`. Blank lines are no documents; empty texts are documents of no text."""
     records = Records()
     if chunk.kind == "problem":
-        records.bad.append(Bad(*chunk.data, 0))
+        records.bad.append(BadDocument(*chunk.data))
         return records
-    for line, item in enumerate(_items(chunk)):
+    # Only \n ends a line: U+2028, U+0085 and \x1c, where str.splitlines cuts, may stand inside a JSON string.
+    rows = (
+        _lines(chunk.data) if chunk.kind == "jsonl" else [chunk.data] if chunk.kind == "text" else chunk.data
+    )
+    for line, row in enumerate(rows):
         try:
-            values = _values(chunk.kind, item, keys)
-            if values is not None and max_document_bytes is not None:
-                _check_length(values, max_document_bytes)
-        except BadDocument as bad:
-            records.bad.append(Bad(bad.kind, bad.sentence, line))
-            continue
-        if values is not None:
-            records.texts.append(values)
+            values = _values(chunk.kind, row, keys)
+            if values is None:
+                continue
+            _check(values, keys, max_document_bytes)
+            records.texts.append(tuple(values))
             records.lines.append(line)
+        except BadDocument as bad:
+            bad.line = line
+            records.bad.append(bad.with_traceback(None))
     return records
-
-
-def _items(chunk: Chunk) -> list[Any]:
-    if chunk.kind == "jsonl":
-        # Only \n ends a line: U+2028, U+0085 and \x1c, where str.splitlines cuts, may stand inside a JSON string.
-        return _lines(chunk.data)
-    return [chunk.data] if chunk.kind == "text" else chunk.data
 
 
 def _lines(data: bytes) -> list[bytes]:
@@ -85,15 +74,15 @@ def _lines(data: bytes) -> list[bytes]:
     return [data] if data and first in (0, len(data)) else data.split(b"\n")
 
 
-def _values(kind: str, item: Any, keys: Sequence[str]) -> tuple[str, ...] | None:
-    if kind == "jsonl":
-        line = item.removeprefix(_BOM)
-        # The decoder passes over blanks by itself; off a short line they go for the sake of its messages.
-        line = line.strip() if len(line) < _LONG_LINE else line
-        return _checked(_from_json(line, keys), keys) if line and not line.isspace() else None
+def _values(kind: str, row: Any, keys: Sequence[str]) -> Sequence[Any] | None:
+    if kind == "rows":
+        return row
     if kind == "text":
-        return _checked([_decode(item)] * len(keys), keys)
-    return _checked(item, keys)
+        return [_decode(row)] * len(keys)
+    line = row.removeprefix(_BOM)
+    # The decoder passes over blanks by itself; off a short line they go for the sake of its messages.
+    line = line.strip() if len(line) < _LONG_LINE else line
+    return _from_json(line, keys) if line and not line.isspace() else None
 
 
 def _decode(data: bytes) -> str:
@@ -112,26 +101,25 @@ def _from_json(line: bytes, keys: Sequence[str]) -> list[Any]:
     except RecursionError:
         raise BadDocument("invalid JSON", "is nested too deeply to be read, wanted a JSON object") from None
     except ValueError as error:
-        message = error.msg.removesuffix(" at") if isinstance(error, json.JSONDecodeError) else str(error)
-        place = f" at column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else ""
-        raise BadDocument(
-            "invalid JSON", f"is not valid JSON ({message}{place}), wanted a JSON object"
-        ) from None
+        message = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            message = f"{error.msg.removesuffix(' at')} at column {error.colno:,}"
+        raise BadDocument("invalid JSON", f"is not valid JSON ({message}), wanted a JSON object") from None
     if not isinstance(pairs, _Pairs):
         raise BadDocument("not an object", f"is a JSON {_json_type(pairs)}, wanted a JSON object")
     values = []
     for key in keys:
-        found = [value for name, value in pairs if name == key]
-        if not found:
+        named = [value for name, value in pairs if name == key]
+        if not named:
             names = ", ".join(sorted({name for name, _ in pairs})[:8]) or "none"
             raise BadDocument("missing key", f"has no key '{key}', wanted it beside its keys ({names})")
-        if len(found) > 1:
-            raise BadDocument("duplicate key", f"has {len(found)} keys '{key}', wanted one")
-        values.append(found[0])
+        if len(named) > 1:
+            raise BadDocument("duplicate key", f"has {len(named)} keys '{key}', wanted one")
+        values.append(named[0])
     return values
 
 
-def _checked(values: Sequence[Any], keys: Sequence[str]) -> tuple[str, ...]:
+def _check(values: Sequence[Any], keys: Sequence[str], limit: int | None) -> None:
     for key, value in zip(keys, values):
         if value is None:
             raise BadDocument("null", f"has null for key '{key}', wanted a string")
@@ -141,30 +129,18 @@ def _checked(values: Sequence[Any], keys: Sequence[str]) -> tuple[str, ...]:
             check_unicode(value)
         except ConfigError as error:
             raise BadDocument("lone surrogate", f"key '{key}': {error}") from None
-    return tuple(values)
-
-
-def _check_length(values: Sequence[str], limit: int) -> None:
-    for value in values:
         # A character is at most four bytes: most texts need no counting.
-        if 4 * len(value) > limit and (size := utf8_size(value)) > limit:
+        if limit is not None and 4 * len(value) > limit and (size := utf8_size(value)) > limit:
             raise BadDocument(*too_long(size, limit))
 
 
 def _json_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "object" if isinstance(value, _Pairs | dict) else "list"
+    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string"}
+    return names.get(type(value), "object" if isinstance(value, _Pairs | dict) else "list")
 
 
 def place(
-    path: str, kind: str, offset: int, line: int, sources: dict[str, Source], lines_before: int | None = None
+    path: str, kind: str, offset: int, line: int, files: dict[str, TextFile], lines_before: int | None = None
 ) -> str:
     """'file:line' (or 'file:row', 'file') of a document, for a message.
 
@@ -176,18 +152,10 @@ def place(
     """
     if kind == "rows":
         return f"{path}:row {offset + line + 1:,}"
-    source = sources.get(path)
-    if source is None or source.kind != "jsonl":
+    file = files.get(path)
+    if file is None or file.kind != "jsonl":
         return path
     if lines_before is None:
-        lines_before = _count_lines(source, offset)
+        with open_stream(file) as stream:
+            lines_before = sum(piece.count(b"\n") for piece in pieces(stream, offset))
     return f"{path}:{lines_before + line + 1}"
-
-
-def _count_lines(source: Source, offset: int) -> int:
-    count = 0
-    with open_stream(source) as stream:
-        while offset > 0 and (piece := stream.read(min(offset, 1 << 20))):
-            count += piece.count(b"\n")
-            offset -= len(piece)
-    return count

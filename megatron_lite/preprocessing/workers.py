@@ -5,11 +5,15 @@ with a sentence; whatever ends this process ends the workers, a kill -9 too; mem
 items come.
 """
 
-import contextlib
 import multiprocessing
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from megatron_lite.files.command_line import RunError
@@ -45,105 +49,80 @@ def map_in_order(
             yield keep(item), function(item)
             del item  # not to be held while the next one is read
         return
-    with _started(build, num_workers) as processes:
-        yield from _in_order(processes, iter(items), size, keep)
-
-
-def _in_order(
-    processes: dict[Connection, Any],
-    items: Iterator[Item],
-    size: Callable[[Item], int],
-    keep: Callable[[Item], Kept],
-) -> Iterator[tuple[Kept, Result]]:
-    """Hand an item to whoever is idle.
-
-    A worker has one item at a time, so it never happens that both sides wait to write into a full pipe.
-    """
-    idle, working = list(processes), {}
-    waiting: dict[int, tuple[int, Kept, Result]] = {}  # done, but maybe one before them is not
-    given = yielded = held = 0
-    most = max(MAX_BYTES, MAX_BYTES_A_WORKER * len(processes))
-    exhausted = False
-    while True:
-        while idle and not exhausted and given - yielded < AHEAD * len(processes) and held < most:
-            item = next(items, _END)
-            if item is _END:
-                exhausted = True
-                break
-            connection = idle.pop()
-            _send(connection, processes[connection], item)
-            working[connection] = (given, size(item), keep(item))
-            given, held = given + 1, held + size(item)
-            del item
-        if exhausted and not working and not waiting:
-            return
-        for connection in wait(working, 0 if yielded in waiting else None) if working else ():
-            number, *about = working.pop(connection)
-            waiting[number] = (*about, _receive(connection, processes[connection]))
-            idle.append(connection)
-        if yielded in waiting:
-            freed, kept, result = waiting.pop(yielded)
-            yielded, held = yielded + 1, held - freed
-            yield kept, result
-            del result
+    most = max(MAX_BYTES, MAX_BYTES_A_WORKER * num_workers)
+    ahead: deque = deque()  # (kept, size, result to come) of the items given out, in their order
+    held, rest = 0, iter(items)
+    with _started(build, num_workers) as call:
+        while True:
+            while len(ahead) < AHEAD * num_workers and held < most and (item := next(rest, _END)) is not _END:
+                ahead.append((keep(item), size(item), call([item])))
+                held += ahead[-1][1]
+                del item
+            if not ahead:
+                return
+            kept, freed, future = ahead.popleft()
+            yield kept, future.result()
+            del future  # with its result
+            held -= freed
 
 
 _END = object()
 
 
-def _send(connection: Connection, process: Any, item: Any) -> None:
-    try:
-        connection.send(item)
-    except OSError:
-        raise _died(process) from None
-
-
-def _receive(connection: Connection, process: Any) -> Any:
-    try:
-        result = connection.recv()
-    except (EOFError, OSError):
-        raise _died(process) from None
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
 def _died(process: Any) -> RunError:
     process.join(5)
     code = process.exitcode
-    how = (
-        f"was killed by signal {-code} ({signal.Signals(-code).name})"
-        if (code or 0) < 0
-        else f"ended with {code}"
-    )
-    hint = (
-        "; signal 9 often means that the machine ran out of memory: give fewer --workers"
-        if code == -9
-        else ""
-    )
-    return RunError(f"worker process {process.pid} {how}{hint}")
+    how = f"ended with {code}"
+    if (code or 0) < 0:
+        how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    if code == -9:
+        how += "; signal 9 often means that the machine ran out of memory: give fewer --workers"
+    return RunError(f"worker process {process.pid} {how}")
 
 
-@contextlib.contextmanager
-def _started(build: Callable, num_workers: int) -> Iterator[dict[Connection, Any]]:
+@contextmanager
+def _started(build: Callable, num_workers: int) -> Iterator[Callable[[list], Future]]:
+    """What hands an item to the next idle worker; the item comes in a list, out of which it is taken.
+
+    A thread for each worker waits for it. A worker has one item at a time, so it never happens that both sides wait
+    to write into a full pipe.
+    """
     # spawn: a fork would copy whatever threads hold locks here, and every worker would hold the others' pipes open,
     # so that none of them would see this process die.
     context = multiprocessing.get_context("spawn")
-    processes = {}
+    processes: dict[Connection, Any] = {}
+    idle: SimpleQueue[Connection] = SimpleQueue()
+
+    def call(item: list) -> Any:
+        connection = idle.get()
+        try:
+            connection.send(item.pop())
+            result = connection.recv()
+        except (EOFError, OSError):
+            raise _died(processes[connection]) from None
+        finally:
+            idle.put(connection)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    threads = ThreadPoolExecutor(num_workers)
     try:
         for _ in range(num_workers):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, build), daemon=True)
-            process.start()
+            processes[mine] = context.Process(target=_work, args=(theirs, build), daemon=True)
+            processes[mine].start()
             theirs.close()
-            processes[mine] = process
-        yield processes
+            idle.put(mine)
+        yield partial(threads.submit, call)
     finally:
-        for connection, process in processes.items():
-            connection.close()
+        for process in processes.values():
             process.kill()
         for process in processes.values():
             process.join()
+        threads.shutdown(cancel_futures=True)  # those that wait see the pipe's end
+        for connection in processes:
+            connection.close()
 
 
 def _work(connection: Connection, build: Callable[[], Callable]) -> None:

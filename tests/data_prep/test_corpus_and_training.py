@@ -37,7 +37,7 @@ def test_the_same_python_gives_the_same_bytes(tmp_path):
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.jsonl"
         command = [sys.executable, "data_prep/sample_corpus.py", "--output", str(path), "--megabytes", "0.5"]
-        environment = {"PYTHONHASHSEED": seed, "PATH": ""}
+        environment = {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60, capture_output=True)
         made.append(path.read_bytes())
     assert made[0] == made[1] and len(made[0]) > 500_000

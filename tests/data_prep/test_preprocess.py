@@ -19,12 +19,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import sentencepiece
-import zstandard
 
 from data_prep import merge_datasets, preprocess_data
 from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import RunError
-from megatron_lite.preprocessing import documents, journal
+from megatron_lite.preprocessing import journal, text_files
 from megatron_lite.preprocessing.workers import map_in_order
 from tests.local_tokenizers import TEXT, write_byte_level, write_sentencepiece
 
@@ -317,7 +316,8 @@ def write_form(folder, form, texts):
     lines = [json.dumps({"text": text}) for text in texts] + ['{"text": null}']
     data = ("\n".join(lines) + "\n").encode()
     if form in ("gzip", "zstd"):
-        (folder / "a").write_bytes({"gzip": gzip.compress, "zstd": zstandard.compress}[form](data))
+        packed = gzip.compress(data) if form == "gzip" else pyarrow.compress(data, "zstd", asbytes=True)
+        (folder / "a").write_bytes(packed)
     elif form == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": [*texts, None]}), folder / "a")
     elif form == "dataset":
@@ -336,7 +336,7 @@ def write_form(folder, form, texts):
 
 @pytest.mark.parametrize("form", ["two files", "gzip", "zstd", "parquet", "dataset", "texts"])
 def test_every_form_of_input_is_resumed_in_the_middle(tmp_path, monkeypatch, model, form):
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 1000)
     texts = [f"{n} " + "some words " * (n % 30) for n in range(300)]
     (tmp_path / "in").mkdir()
     argv = [*write_form(tmp_path / "in", form, texts), "--output-prefix", tmp_path / "o", *flags(model)]

@@ -7,15 +7,18 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from megatron_lite.config import ConfigError
 from megatron_lite.data.unicode_text import check_unicode, utf8_size
-from megatron_lite.preprocessing import documents
-from megatron_lite.preprocessing.documents import Span, find_files, identify, read_chunks, split_spans
+from megatron_lite.preprocessing import text_files
 from megatron_lite.preprocessing.records import parse, place
+from megatron_lite.preprocessing.text_files import Span, find_files, identify, read_chunks, split_spans
 
 LIMIT = 1 << 20
+
+
+def zstd(data):
+    return pyarrow.compress(data, codec="zstd", asbytes=True)
 
 
 def lines_of(texts):
@@ -42,8 +45,8 @@ def test_content_decides_not_the_name(tmp_path, name, packing):
         None: lambda: whole,
         "gzip": lambda: gzip.compress(whole),
         "gzip twice": lambda: b"".join(map(gzip.compress, halves)),
-        "zstd": lambda: zstandard.compress(whole),
-        "zstd twice": lambda: b"".join(map(zstandard.compress, halves)),
+        "zstd": lambda: zstd(whole),
+        "zstd twice": lambda: b"".join(map(zstd, halves)),
     }[packing]()
     (tmp_path / name).write_bytes(data)
     source = identify(tmp_path / name)
@@ -72,7 +75,7 @@ BAD_FILES = {
     "JSON array": b' [{"text": "a"},\n {"text": "b"}]',
     "damaged gzip": gzip.compress(lines_of(["a" * 5000]))[:-9],
     "damaged gzip inside": gzip.compress(np.random.default_rng(1).bytes(1 << 18))[: 1 << 17],
-    "damaged zstd": zstandard.compress(lines_of(["a" * 5000]))[:-5],
+    "damaged zstd": zstd(lines_of(["a" * 5000]))[:-5],
     "zip": b"PK\x03\x04 and more",
     "arrow": b"ARROW1\0\0 and more",
     "damaged parquet": b"PAR1 and no end",
@@ -134,9 +137,9 @@ def test_too_long_documents(tmp_path):
     assert read(tmp_path / "b.txt", limit=1000) == ([], ["too long"])
 
 
-@pytest.mark.parametrize("packing", [lambda data: data, gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("packing", [lambda data: data, gzip.compress, zstd])
 def test_chunks_hold_whole_lines_and_can_be_entered_anywhere(tmp_path, monkeypatch, packing):
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 300)
     texts = [f"{n} " + "x" * (n * 37 % 700) for n in range(80)]
     data = lines_of(texts)
     (tmp_path / "a.jsonl").write_bytes(packing(data))
@@ -208,12 +211,10 @@ def test_a_long_line_is_read_as_a_short_one_is(tmp_path, end):
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:3]) + lines_of(["after"]) + b"".join(lines[3:]))
     texts, bad = read(tmp_path / "a.jsonl", limit=1 << 24)
     assert texts == ["before", long, "after"] and bad == ["invalid JSON"]
-    covered = [
-        chunk.extent for chunk in read_chunks(Span(identify(tmp_path / "a.jsonl")), ("text",), 1 << 24)
-    ]
+    covered = list(read_chunks(Span(identify(tmp_path / "a.jsonl")), ("text",), 1 << 24))
     assert covered[0].offset == 0 and covered[-1].end == (tmp_path / "a.jsonl").stat().st_size
-    assert all(one.end == two.offset for one, two in zip(covered, covered[1:]))
-    assert sum(one.size for one in covered) == covered[-1].end
+    assert all(before.end == after.offset for before, after in zip(covered, covered[1:]))
+    assert sum(chunk.size for chunk in covered) == covered[-1].end
 
 
 def test_unicode_is_checked_and_measured_piece_by_piece():
