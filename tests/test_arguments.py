@@ -160,7 +160,7 @@ def test_real_numbers():
         ("--overlap-grad-reduction", "--overlap-grad-reduce"),
         ("--xyzzy 1", "unknown flag: --xyzzy"),
         ("--lr-dekay-style x --min-lrr 1", "unknown flags: --lr-dekay-style (did you mean --lr-decay-style"),
-        ("--num-experts 8 --xyzzy", "mixture of experts is not supported"),
+        ("--moe-use-upcycling --xyzzy", "mixture of experts is not supported"),
     ],
 )
 def test_unknown_flags(wrong, hint):

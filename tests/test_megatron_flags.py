@@ -90,7 +90,7 @@ def test_no_flag_means_two_things():
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
-        ("--num-experts 8 --moe-use-upcycling", "mixture of experts"),
+        ("--moe-use-upcycling", "mixture of experts"),
         ("--optimizer-cuda-graph", "CUDA graphs"),
         ("--logits-load-dir x", "distillation"),
         ("--dataloader-inter-document-masking", "--reset-attention-mask"),
@@ -128,7 +128,10 @@ OLD = {
     "--local-rank 3": {},
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion": {},
     "--accumulate-allreduce-grads-in-fp32": {},
-    "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1": {},
+    "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1": {
+        "parallel.expert_tensor_parallel_size": 1
+    },
+    "--num-experts 0 --moe-expert-capacity-factor 2.0": {},
     "--checkpoint-activations": {
         "parallel.recompute_granularity": "full",
         "parallel.recompute_method": "uniform",
@@ -170,7 +173,11 @@ OLD = {
     "--distributed-backend nccl2 --megatron-fsdp-version 2 --use-contiguous-parameters-in-local-ddp": {},
     "--tokenizer-library null": {},
     "--iterations-to-skip [3,4]": {"training.iterations_to_skip": [3, 4]},
-    "--moe-ffn-hidden-size 64 --moe-router-topk-limited-devices 2 --moe-single-grouped-weight": {},
+    "--moe-router-topk-limited-devices 2 --moe-single-grouped-weight": {},
+    "--moe-layer-recompute": {
+        "parallel.recompute_granularity": "selective",
+        "parallel.recompute_modules": ["core_attn", "moe"],
+    },
     "--megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-main-params-dtype fp16": {},
     "--yarn-beta-fast 32.0 --lion-beta1 0.9 --eval-micro-batch-size 4": {},
     "--cp-comm-type a2a+p2p": {"parallel.cp_comm_type": ["a2a+p2p"]},
@@ -206,7 +213,7 @@ def test_other_names_of_a_tokenizer(words, kind):
 
 def test_accepted_values_that_would_change_something_are_refused():
     for words, wanted in (
-        ("--expert-model-parallel-size 4", "only 1"),
+        ("--expert-model-parallel-size 4", "the model is dense"),
         ("--distributed-backend mpi", "nccl, nccl2, gloo"),
         ("--exp-avg-dtype int8", "only fp32, fp16, bf16, fp8"),
         ("--tensor-parallel-num-weight-shards 2", "--tensor-model-parallel-size, which is 1"),

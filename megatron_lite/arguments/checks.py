@@ -5,6 +5,7 @@
 
 from dataclasses import fields
 
+from megatron_lite.arguments.expert_checks import check_experts, expert_notes
 from megatron_lite.arguments.input_checks import (
     check_checkpoint,
     check_data_source,
@@ -57,6 +58,7 @@ def check_config(config: Config) -> list[str]:
         _check_model,
         _check_attention,
         _check_world,
+        check_experts,
         _check_tensor_and_context,
         _check_vocabulary,
         _check_recompute,
@@ -78,7 +80,7 @@ def check_config(config: Config) -> list[str]:
             "; ".join(missing[:3]) + (f"; and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
     notes = [f"not on this machine: {text}" for text in missing] + _left_over(config)
-    return notes + _idle_flags(config) + _compile_notes(config)
+    return notes + _idle_flags(config) + expert_notes(config) + _compile_notes(config)
 
 
 def _check_model(config: Config) -> None:
@@ -93,6 +95,7 @@ def _check_model(config: Config) -> None:
     refuse_together(
         "--swiglu" if model.swiglu else None,
         "--squared-relu" if model.squared_relu else None,
+        "--quick-geglu" if model.quick_geglu else None,
         f"--activation {model.activation}" if model.activation else None,
         because="an MLP has one activation",
     )

@@ -5,6 +5,7 @@ A row's `here` says what becomes of the flag:
     default  the same, where the command line says nothing else.
     accept   read without effect, for the reason in `text`. `value` is empty for a switch, else `any`, the words that
              may follow (`a|b`), `+` one or more, `*` any number.
+    dense    accepted by a dense model, which does not read it; with --num-experts refused for the reason in `text`.
     refuse   for the reason in `text`. A name that ends in * stands for all that begin like it.
 """
 
@@ -33,7 +34,7 @@ ROWS = tuple(
     Row(*line.split("\t"))
     for line in Path(__file__).with_name("megatron_flags.tsv").read_text(encoding="utf-8").splitlines()[1:]
 )
-ACCEPTED: dict[str, Row] = {row.flag: row for row in ROWS if row.here == "accept"}
+ACCEPTED: dict[str, Row] = {row.flag: row for row in ROWS if row.here in ("accept", "dense")}
 RENAMED: dict[str, list[str]] = {row.flag: row.text.split() for row in ROWS if row.here == "rename"}
 DEFAULTS: dict[str, list[str]] = {row.flag: row.text.split() for row in ROWS if row.here == "default"}
 REFUSED: dict[str, str] = {row.flag: row.text for row in ROWS if row.here == "refuse"}
@@ -45,7 +46,7 @@ def why_refused(name: str) -> str | None:
     return REFUSED.get(name) or next(kinds, None)
 
 
-def accepted_notes(given: Mapping[str, Any], tensor_size: int) -> list[str]:
+def accepted_notes(given: Mapping[str, Any], tensor_size: int, dense: bool) -> list[str]:
     """A note for each accepted flag of {flag: its value}: why it has no effect.
 
     Raises:
@@ -61,4 +62,16 @@ def accepted_notes(given: Mapping[str, Any], tensor_size: int) -> list[str]:
             raise ConfigError(
                 f"{flag} {value} has to be --tensor-model-parallel-size, which is {tensor_size}"
             )
-    return [f"{flag} has no effect: {ACCEPTED[flag].text}" for flag in given]
+    unread = "the model is dense"
+    texts = {
+        flag: unread if dense and ACCEPTED[flag].here == "dense" else ACCEPTED[flag].text for flag in given
+    }
+    return [f"{flag} has no effect: {text}" for flag, text in texts.items()]
+
+
+def has_effect_with_experts(given: Mapping[str, Any]) -> frozenset[str]:
+    """Of accepted flags {flag: its value} those that a dense model does not read, but a mixture of experts would."""
+    unread = {flag: value for flag, value in given.items() if ACCEPTED[flag].here == "dense"}
+    if str(unread.get("--moe-expert-capacity-factor", "")).startswith("-"):  # negative: no capacity
+        unread.pop("--moe-expert-capacity-factor")
+    return frozenset(unread)

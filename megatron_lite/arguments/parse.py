@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_lite.arguments.megatron_flags import ACCEPTED, DEFAULTS, RENAMED, why_refused
 from megatron_lite.arguments.resolve import complete, merge_stored, place
+from megatron_lite.arithmetic.layer_pattern import parse_layer_pattern
 from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
 from megatron_lite.config.declare import finite_number, flag_of, whole_number
 from megatron_lite.distributed.environment import Environment
@@ -108,10 +109,12 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [@FILE] --flag value ...",
     )
     for concern in CONCERNS.values():
-        group = parser.add_argument_group(concern.__doc__.strip().rstrip("."))
         types = typing.get_type_hints(concern)
-        for item in fields(concern):
-            _add_field(group, item, types[item.name])
+        for part in concern.__mro__[:-1]:  # a group of flags may be a base class of its concern
+            group = parser.add_argument_group(part.__doc__.strip().rstrip("."))
+            for item in fields(concern):
+                if item.name in part.__annotations__:
+                    _add_field(group, item, types[item.name])
     for name, row in ACCEPTED.items():
         kind = {"nargs": row.value if row.value in "+*" else None} if row.value else {"action": "store_true"}
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
@@ -139,7 +142,7 @@ def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> 
         *names,
         dest=item.name,
         type=str if several else _reader(annotation, options),
-        nargs="+" if several and _scalar(annotation) is int else options.get("nargs"),
+        nargs="+" if several and _scalar(annotation) is not str else options.get("nargs"),
         choices=options.get("choices"),
         help=text,
         metavar=None if "choices" in options else {int: "N", float: "X"}.get(_scalar(annotation), "TEXT"),
@@ -177,20 +180,23 @@ def _reader(annotation: Any, options: Mapping[str, Any]) -> Callable[[str], Any]
 
 
 def _value(item: Field, annotation: Any, given: Any) -> Any:
-    """What argparse read, as the field has it: one text of several words, or whole numbers.
+    """What argparse read, as the field has it: one text of several words, or numbers.
 
     Numbers come as words or in one, as a YAML file has them: '[384 384 97656250]', '2,4'.
     """
     if item.metadata.get("join"):
         return " ".join(given)
-    if "nargs" not in item.metadata or _scalar(annotation) is not int:
+    if item.metadata.get("layer_pattern"):
+        return parse_layer_pattern(" ".join(given))
+    if "nargs" not in item.metadata or _scalar(annotation) is str:
         return given
+    read = {int: whole_number, float: finite_number}[_scalar(annotation)]
     count, text = item.metadata["nargs"], " ".join(given)
     words = [word for word in re.split(r"[\s,\[\]()]+", text) if word]
     if isinstance(count, int) and len(words) != count:
         raise ConfigError(f"{flag_of(item)} is '{text}', wanted {count} numbers")
     try:
-        return [whole_number(word) for word in words]
+        return [read(word) for word in words]
     except ValueError as error:
         raise ConfigError(f"{flag_of(item)}: {error}") from None
 

@@ -6,11 +6,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_lite.arguments.checks import check_config, check_ranges
-from megatron_lite.arguments.megatron_flags import accepted_notes
+from megatron_lite.arguments.megatron_flags import accepted_notes, has_effect_with_experts
 from megatron_lite.arithmetic.batch_size import parse_step_schedule
+from megatron_lite.arithmetic.layer_pattern import pattern_of_layers
 from megatron_lite.arithmetic.partition import V_SCHEDULES
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
-from megatron_lite.config import CONCERNS, Config, ConfigError
+from megatron_lite.config import CONCERNS, Config, ConfigError, experts
 from megatron_lite.config.data import TOKENIZER_FLAGS
 from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
@@ -25,6 +26,7 @@ _TRAINING_ONLY = {
     "attention_backend",
     "cross_entropy_loss_fusion",
     "max_position_embeddings",
+    *experts.TRAINING_ONLY,
 }
 
 
@@ -36,9 +38,10 @@ def place(values: Mapping[str, Any], accepted: Mapping[str, Any], environment: E
         parts[name] = concern(**{k: tuple(v) if isinstance(v := values[k], list) else v for k in chosen})
         idle = {flag_of(item): item.metadata.get("no_effect") for item in chosen.values()}
         notes += [f"{flag} has no effect: {reason}" for flag, reason in idle.items() if reason]
-    config = Config(**parts, given=frozenset(values))
+    config = Config(**parts, given=frozenset(values) | has_effect_with_experts(accepted))
     check_ranges(config)
-    notes += accepted_notes(accepted, config.parallel.tensor_model_parallel_size)
+    dense = not config.model.num_experts
+    notes += accepted_notes(accepted, config.parallel.tensor_model_parallel_size, dense)
     return _noted(_with(config, "parallel", world_size=_world_size(config, environment)), notes)
 
 
@@ -105,6 +108,7 @@ def complete(config: Config) -> Config:
     """
     for step in (
         _complete_model,
+        _complete_experts,
         _complete_recompute,
         _complete_pipeline,
         _complete_data,
@@ -161,6 +165,20 @@ def _complete_model(config: Config) -> Config:
         max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
     )
     return _noted(config, notes)
+
+
+def _complete_experts(config: Config) -> Config:
+    model = config.model
+    if not model.num_experts:
+        return _with(config, "model", num_experts=None)
+    width, notes = model.moe_ffn_hidden_size, []
+    if width is None:
+        width = model.ffn_hidden_size
+        notes = [
+            f"--moe-ffn-hidden-size is not given: each expert is as wide as a dense layer's MLP, {width}"
+        ]
+    pattern = pattern_of_layers(model.moe_layer_freq, model.num_layers)
+    return _noted(_with(config, "model", moe_ffn_hidden_size=width, moe_layer_freq=pattern), notes)
 
 
 def _complete_recompute(config: Config) -> Config:

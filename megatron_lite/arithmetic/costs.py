@@ -14,6 +14,8 @@ from megatron_lite.config import ModelConfig
 
 # The widest head that flash attention computes.
 FLASH_MAX_WIDTH = 256
+# F.grouped_mm, which computes the experts, takes rows of a multiple of so many bytes.
+GROUPED_MM_BYTES = 16
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Shapes: F feed-forward width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -31,11 +31,28 @@ class Activation:
         """Weight matrices H x F of an MLP with it: its projections and the one back to H."""
         return self.num_inputs + 1
 
+    def limited(self, clamp: float | None, offset: float) -> "Activation":
+        """The same with --activation-func-clamp-value and --glu-linear-offset, which gated activations have."""
+        if self.num_inputs == 1 or (clamp is None and not offset):
+            return self
+
+        def apply(f: Any, gate: Any, up: Any) -> Any:
+            if clamp is not None:
+                gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+            return self.apply(f, gate, up + offset)
+
+        return replace(self, apply=apply)
+
 
 # The function is torch's where it has one. GELU is its tanh form, as Megatron's fused bias+GELU and GPT-2 use it;
-# squared ReLU is Primer's (So et al. 2021), SwiGLU is Shazeer's (2020).
+# gelu_erf
+# is its exact form; squared ReLU is Primer's (So et al. 2021), SwiGLU is Shazeer's (2020).
 ACTIVATIONS = {
     "gelu": Activation(lambda f, up: f.gelu(up, approximate="tanh"), num_inputs=1, num_saved=2),
+    "gelu_erf": Activation(lambda f, up: f.gelu(up), num_inputs=1, num_saved=2),
     "squared_relu": Activation(lambda f, up: f.relu(up).square(), num_inputs=1, num_saved=2),
     "swiglu": Activation(lambda f, gate, up: f.silu(gate) * up, num_inputs=2, num_saved=4),
+    "quick_geglu": Activation(
+        lambda f, gate, up: gate * f.sigmoid(1.702 * gate) * up, num_inputs=2, num_saved=5
+    ),
 }

@@ -28,7 +28,8 @@ def flag(default: Any, text: str, **options: Any) -> Any:
 
     Options: choices; nargs; minimum (default 0; None = any), maximum, above (exclusive minimum);
     spelling and aliases where the name alone does not give the flag; synonyms
-    {other word: the choice it stands for}; join (several words are one text); no_effect (why it does nothing here).
+    {other word: the choice it stands for}; join (several words are one text); layer_pattern (of
+    arithmetic/layer_pattern.py); no_effect (why it does nothing here).
     """
     return field(default=default, metadata={"help": text, **options})
 

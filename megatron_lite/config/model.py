@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from megatron_lite.config.activations import ACTIVATIONS, Activation
 from megatron_lite.config.declare import flag
+from megatron_lite.config.experts import ExpertConfig
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ExpertConfig):
     """The transformer."""
 
     num_layers: int | None = flag(None, "transformer layers, total over all pipeline stages", minimum=1)
@@ -42,10 +43,19 @@ class ModelConfig:
     apply_layernorm_1p: bool = flag(False, "norm weights are stored as weight - 1")
     swiglu: bool = flag(False, "SiLU-gated MLP instead of GELU")
     squared_relu: bool = flag(False, "relu(x)^2 in the MLP instead of GELU")
+    quick_geglu: bool = flag(False, "MLP gated by x sigmoid(1.702 x) instead of GELU")
     activation: str | None = flag(
         None,
-        "ours: the MLP's activation by name; default gelu, or what --swiglu or --squared-relu says",
+        "ours: the MLP's activation by name; default gelu, or what --swiglu, --squared-relu or --quick-geglu says",
         choices=tuple(ACTIVATIONS),
+    )
+    activation_func_clamp_value: float | None = flag(
+        None,
+        "a gated activation's gate is at most this, its other input between minus this and this",
+        above=0,
+    )
+    glu_linear_offset: float = flag(
+        0.0, "added to the input that a gated activation's gate multiplies", minimum=None
     )
     disable_bias_linear: bool = flag(False, "no bias in linear layers")
     add_qkv_bias: bool = flag(False, "bias in the query, key and value projections even so")
@@ -68,13 +78,19 @@ class ModelConfig:
     @property
     def activation_name(self) -> str:
         """Which of ACTIVATIONS the MLP has, by whatever flag said so."""
-        by_flag = "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
-        return self.activation or by_flag
+        by_flag = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, name)]
+        return self.activation or (by_flag or ["gelu"])[0]
 
     @property
     def mlp_activation(self) -> Activation:
         """The MLP's activation: its function and its cost."""
-        return ACTIVATIONS[self.activation_name]
+        row = ACTIVATIONS[self.activation_name]
+        return row.limited(self.activation_func_clamp_value, self.glu_linear_offset)
+
+    @property
+    def expert_activation(self) -> Activation:
+        """The experts' activation: the MLP's, but gelu is the exact one, as Megatron fuses no gelu there."""
+        return ACTIVATIONS["gelu_erf"] if self.activation_name == "gelu" else self.mlp_activation
 
 
 @dataclass(frozen=True)

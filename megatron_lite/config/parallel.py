@@ -21,6 +21,10 @@ class ParallelConfig:
         nargs="+",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
     )
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", minimum=1)
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that share each expert; Megatron's default is the tensor parallel degree", minimum=1
+    )
     sequence_parallel: bool = flag(False, "shard norms and dropout over the tensor ranks by sequence")
     pipeline_schedule: str | None = flag(
         None,
@@ -71,7 +75,10 @@ class ParallelConfig:
     )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     recompute_modules: Words = flag(
-        ("core_attn",), "what selective recomputes", nargs="+", choices=("core_attn", "layernorm", "mlp")
+        ("core_attn",),
+        "what selective recomputes; moe: a layer's experts and router, also by the names moe_act and shared_experts",
+        nargs="+",
+        choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"),
     )
     distributed_timeout_minutes: int = flag(10, "a collective older than this fails the run", minimum=1)
     device: str = flag(

@@ -19,6 +19,7 @@ from torch import nn
 from megatron_lite.config import ModelConfig
 from megatron_lite.model.attention import KeyValueCache, SelfAttention
 from megatron_lite.model.documents import Documents, Part, documents_by_length, find_documents
+from megatron_lite.model.experts import Mixture
 from megatron_lite.model.initialization import initial_rows
 from megatron_lite.model.loss import LOSS_CHUNK_TOKENS, chunked_loss_sum, token_loss_sum
 from megatron_lite.model.mlp import MLP
@@ -54,14 +55,18 @@ class GPTEmbedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); the mlp is a mixture where --moe-layer-freq says.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        number: its GLOBAL number.
+    """
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.input_norm = build_norm(config, config.hidden_size)
         self.attention = SelfAttention(config)
         self.pre_mlp_norm = build_norm(config, config.hidden_size)
-        self.mlp = MLP(config)
+        self.mlp = Mixture(config) if config.has_experts(number) else MLP(config)
         self.dropout = config.hidden_dropout
 
     def forward(
@@ -125,7 +130,7 @@ class GPTChunk(nn.Module):
         self.config = config
         tied = not config.untie_embeddings_and_output_weights
         self.embedding = GPTEmbedding(config) if has_embedding else None
-        self.layers = nn.ModuleDict({str(number): TransformerLayer(config) for number in layers})
+        self.layers = nn.ModuleDict({str(number): TransformerLayer(config, number) for number in layers})
         self.final_norm = build_norm(config, config.hidden_size) if has_lm_head else None
         self.lm_head = None
         if has_lm_head:
@@ -210,6 +215,17 @@ class GPTChunk(nn.Module):
         for name, parameter in self.named_parameters():
             tied_copy = name == "lm_head.weight" and self.tied
             yield (EMBEDDING_WEIGHT if tied_copy else name), parameter
+
+    def named_global_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the whole model, buffer) of what a checkpoint holds besides parameters; fp32, all start at 0."""
+        return self.named_buffers()
+
+    @property
+    def mixtures(self) -> dict[int, Mixture]:
+        """{global layer number: its mixture of experts}, of the layers that have one."""
+        return {
+            int(number): layer.mlp for number, layer in self.layers.items() if isinstance(layer.mlp, Mixture)
+        }
 
     def initial_rows(self, name: str, shape: tuple[int, ...], rows: torch.Tensor, seed: int) -> torch.Tensor:
         """Initial values [R, ...] of rows [R] of the parameter with this global name and full shape."""

@@ -28,10 +28,12 @@ def load_chunk(
         parts: has_embedding, has_lm_head of GPTChunk.
     """
     with torch.device("meta"):
-        chunk = GPTChunk(model, layers, **parts).to(dtype)
+        chunk = GPTChunk(model, layers, **parts)
+    for parameter in chunk.parameters():  # not the buffers, whose format is their own
+        parameter.data = parameter.data.to(dtype)
     chunk.to_empty(device=device)
-    for name, parameter in chunk.named_global_parameters():
-        parameter.data.copy_(read(name))
+    for name, tensor in (*chunk.named_global_parameters(), *chunk.named_global_buffers()):
+        tensor.data.copy_(read(name))
     return chunk.eval().requires_grad_(False)
 
 

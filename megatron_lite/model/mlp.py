@@ -5,19 +5,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.config import ModelConfig
+from megatron_lite.config.activations import Activation
 
 
 class MLP(nn.Module):
-    """Up projection (with a gate beside it where the activation takes two inputs), activation, down projection."""
+    """Up projection (with a gate beside it where the activation takes two inputs), activation, down projection.
 
-    def __init__(self, config: ModelConfig) -> None:
+    width and activation: those of a shared expert; default a dense layer's.
+    """
+
+    def __init__(
+        self, config: ModelConfig, width: int | None = None, activation: Activation | None = None
+    ) -> None:
         super().__init__()
         bias = not config.disable_bias_linear
-        hidden, ffn = config.hidden_size, config.ffn_hidden_size
-        self.gate_proj = nn.Linear(hidden, ffn, bias=bias) if config.mlp_activation.num_inputs == 2 else None
+        hidden, ffn = config.hidden_size, width or config.ffn_hidden_size
+        activation = activation or config.mlp_activation
+        self.gate_proj = nn.Linear(hidden, ffn, bias=bias) if activation.num_inputs == 2 else None
         self.up_proj = nn.Linear(hidden, ffn, bias=bias)
         self.down_proj = nn.Linear(ffn, hidden, bias=bias)
-        self.activate = config.mlp_activation.apply
+        self.activate = activation.apply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""

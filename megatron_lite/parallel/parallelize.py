@@ -50,6 +50,7 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
         apply_fsdp(chunk, mesh.fsdp_mesh, config)
         chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
     initialize_weights(chunk, config)
+    zero_buffers(chunk, mesh.device)
     return chunk
 
 
@@ -61,8 +62,6 @@ def _leave_meta(chunk: nn.Module, device: torch.device) -> None:
             if parameter not in fresh:
                 fresh[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
             setattr(module, name, fresh[parameter])
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def compile_layers(chunk: nn.Module, config: Config, device: torch.device) -> None:
@@ -87,3 +86,10 @@ def initialize_weights(chunk: nn.Module, config: Config) -> None:
         numbers = torch.arange(rows.start, rows.stop)
         values = chunk.initial_rows(name, tuple(parameter.shape), numbers, config.training.seed)
         local_part(parameter).copy_(values[(slice(None), *rest)])
+
+
+def zero_buffers(chunk: nn.Module, device: torch.device) -> None:
+    """Every buffer starts at 0, whole on each rank; on the device that computes also where weights lie on the CPU."""
+    for module in chunk.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
