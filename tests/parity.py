@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.arithmetic.partition import plan_from_config, stages_of_rank
 from megatron_lite.config import (
     Config,
     DataConfig,
@@ -19,8 +18,7 @@ from megatron_lite.config import (
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
-from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.training.run import Run, build_run
 from tools.verify_parity import (
     FACTOR,
     Outcome,
@@ -98,7 +96,14 @@ def make_config(
             train_iters=3,
             seed=SEED,
         ),
-        optimizer=OptimizerConfig(optimizer=optimizer, lr=0.01, clip_grad=1.0, adam_beta2=0.95),
+        optimizer=OptimizerConfig(
+            optimizer=optimizer,
+            lr=0.01,
+            lr_decay_style="constant",
+            weight_decay=0.1,
+            clip_grad=1.0,
+            adam_beta2=0.95,
+        ),
     )
 
 
@@ -133,15 +138,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def set_up(config: Config, mesh) -> tuple[list[GPTChunk], Pipeline]:
-    """My rank's chunks and the pipeline around them."""
-    plans = plan_from_config(config)
-
-    def build(stage):
-        return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
-
-    chunks = build_chunks(config, stages_of_rank(plans, mesh.rank("pp")), mesh, build)
-    return chunks, Pipeline(config, plans, chunks, mesh)
+def set_up(config: Config) -> Run:
+    """My rank's part of a run, on the CPU."""
+    return build_run(config, build_mesh(config, torch.device("cpu")))
 
 
 def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> Outcome:

@@ -62,19 +62,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.distributed.mesh import ParallelMesh, build_mesh, whole_tensor
 from megatron_lite.distributed.process_group import process_group, run_and_exit
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
-from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.pipeline import Batch, Pipeline
-from megatron_lite.training.evaluate import count_tokens, sum_loss
-from megatron_lite.training.gradients import clip_gradients, gradient_norm, scale_gradients
-from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.optimizer import build_optimizer, construct, set_schedule
+from megatron_lite.parallel.pipeline import Batch
+from megatron_lite.training.optimizer import construct
+from megatron_lite.training.run import build_run
 
-RATE, DECAY = 1e-3, 0.1
+# One learning rate and weight decay for all steps.
+SETTINGS = {"lr": 1e-3, "lr_decay_style": "constant", "decoupled_lr": None}
+SETTINGS |= {"lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
+SETTINGS |= {"weight_decay": 0.1, "start_weight_decay": None, "end_weight_decay": None}
+SETTINGS |= {"weight_decay_incr_style": "constant"}
 # What one process's error counts as at the least, relative to the number: a sum may come out right by luck. In a half
 # format it is the relative error of all its gradients together, which luck cannot make small (see rounding).
 FLOOR = 8 * torch.finfo(torch.float32).eps
@@ -128,9 +128,16 @@ def comparable(config: Config, precision: str) -> Config:
     std = max(config.model.init_method_std, 0.6 / config.model.hidden_size**0.5)
     model = replace(config.model, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=std)
     kept = replace(config.precision, loss_scale=config.precision.loss_scale or 1024.0)
-    optimizer = replace(config.optimizer, lr=RATE, decoupled_lr=None)
+    optimizer = replace(config.optimizer, **SETTINGS)
+    training = replace(
+        config.training, rampup_batch_size=None, step_batch_size_schedule=None, iterations_to_skip=()
+    )
     return replace(
-        config, model=model, precision=kept if precision == "keep" else PrecisionConfig(), optimizer=optimizer
+        config,
+        model=model,
+        precision=kept if precision == "keep" else PrecisionConfig(),
+        optimizer=optimizer,
+        training=training,
     )
 
 
@@ -166,38 +173,34 @@ def my_samples(batch: Batch, config: Config, mesh: ParallelMesh) -> Batch:
     return {key: t[order.flatten()].to(mesh.device) for key, t in batch.items()}
 
 
+class PreparedBatches:
+    """Stands for the loader: my part of each global batch, one after the other."""
+
+    def __init__(self, config: Config, mesh: ParallelMesh, batches: Sequence[Batch]) -> None:
+        self._mine = iter([my_samples(whole, config, mesh) for whole in batches])
+
+    def next_batch(self, global_batch_size: int) -> Batch:
+        """The next one."""
+        return next(self._mine)
+
+
 def run_layout(config: Config, mesh: ParallelMesh, batches: Sequence[Batch]) -> Outcome:
     """My part of the training in the layout; the same losses and norms on every rank, my chunks' gradients.
 
     batches: global ones of tokens and labels [samples, S], a step each; the last is evaluated.
     """
-    plans = plan_from_config(config)
+    run, outcome = build_run(config, mesh), Outcome()
+    loader = PreparedBatches(config, mesh, batches)
 
-    def build(stage: StagePlan) -> nn.Module:
-        return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
+    def keep_first(*_: object) -> None:
+        outcome.gradients = outcome.gradients or whole_gradients(run.chunks)
 
-    chunks = build_chunks(config, stages_of_rank(plans, mesh.rank("pp")), mesh, build)
-    pipeline = Pipeline(config, plans, chunks, mesh)
-    optimizer = build_optimizer(chunks, config.optimizer)
-    scale = LossScale.from_config(config.precision).scale
-    samples = config.training.micro_batch_size * mesh.data_parallel_size
-    microbatches = config.training.global_batch_size // samples
-    outcome = Outcome()
-    for batch in (my_samples(whole, config, mesh) for whole in batches[:-1]):
-        tokens = count_tokens(batch, mesh).item()
-        loss_sum = sum_loss(pipeline.train_step(batch, microbatches, scale / tokens), mesh)
-        scale_gradients(chunks, 1 / scale)
-        outcome.losses.append(loss_sum.item() / tokens)
-        outcome.norms.append(gradient_norm(chunks, mesh).item())
-        outcome.gradients = outcome.gradients or whole_gradients(chunks)
-        clip_gradients(chunks, outcome.norms[-1], config.optimizer.clip_grad)
-        set_schedule(optimizer, lambda decoupled: config.optimizer.lr, DECAY)
-        optimizer.step()
-        optimizer.zero_grad()
-    pipeline.set_training(False)
-    batch = my_samples(batches[-1], config, mesh)
-    tokens = count_tokens(batch, mesh).item()
-    outcome.evaluation = sum_loss(pipeline.eval_step(batch, microbatches), mesh).item() / tokens
+    run.optimizer.register_step_pre_hook(keep_first)
+    for _ in batches[:-1]:
+        result = run.step(loader)
+        outcome.losses.append(result.loss)
+        outcome.norms.append(result.grad_norm)
+    outcome.evaluation = run.evaluate(loader, 1, config.training.global_batch_size)
     return outcome
 
 
@@ -225,11 +228,11 @@ def run_one_process(
     for batch in batches[:-1]:
         loss = mean_loss(model, batch, config, device, dtype)
         loss.backward()
-        if not outcome.gradients:
-            outcome.gradients = {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
         limit = config.optimizer.clip_grad or float("inf")
         outcome.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         outcome.losses.append(loss.item())
+        if not outcome.gradients:
+            outcome.gradients = {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
         for optimizer in optimizers:
             with Exact() if exact else nullcontext():
                 optimizer.step()
@@ -274,15 +277,14 @@ def mean_loss(
 
 def torch_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optimizer]:
     """What --optimizer names, from torch, with decay on matrices only; another one as its row constructs it."""
-    kind = config.optimizer.optimizer
+    settings, kind = config.optimizer, config.optimizer.optimizer
     names = {n for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2}
     muon = [p for n, p in model.named_parameters() if kind == "muon" and n in names]
     rest = [p for n, p in model.named_parameters() if kind != "muon" or n not in names]
     groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
     ]
-    settings = config.optimizer
     if kind == "sgd":
         return [torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)]
     if kind not in ("adam", "muon"):
@@ -290,7 +292,7 @@ def torch_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optim
     betas = (settings.adam_beta1, settings.adam_beta2)
     optimizers = [torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)]
     if muon:
-        shape = {"lr": settings.lr, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+        shape = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         optimizers.append(torch.optim.Muon(muon, **shape))
     return optimizers
 

@@ -28,14 +28,6 @@ Counts = dict[str, int | None]
 
 
 @dataclass(frozen=True)
-class Builder:
-    """Who builds index arrays: one process of each node. The others wait at the barrier, then read them."""
-
-    is_builder: bool = True
-    barrier: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True)
 class Datasets:
     """train is None when no training sample was asked for; valid and test: name -> dataset, empty when off."""
 
@@ -67,22 +59,24 @@ def sample_counts(config: Config) -> Counts:
 def build_datasets(
     config: Config,
     tokenizer: Tokenizer | None,
-    sizes: Counts,
-    builder: Builder | None = None,
+    sizes: Counts | None = None,
+    is_builder: bool = True,
+    barrier: Callable[[], object] = lambda: None,
     say: Say = lambda line: None,
 ) -> Datasets:
     """The datasets that the flags describe, bit-equal to Megatron-core's in tokens and order.
 
     Args:
         tokenizer: gives the end-of-document token; None where no option needs it.
-        sizes: samples wanted, as `sample_counts` says.
-        builder: who builds; all processes call this function.
+        sizes: samples wanted; None: `sample_counts`.
+        is_builder: whether this process builds index arrays, as one of each node does; all call this function.
+        barrier: where the others wait for it, then read the arrays.
         say: takes a line of log for each source.
 
     Raises:
         ConfigError: paths, weights, splits, files or tokens are wrong; one sentence.
     """
-    builder = builder or Builder()
+    sizes = sample_counts(config) if sizes is None else sizes
     plan = plan_data(config.data)
     if sizes.get("train") != 0 and not plan.sets["train"]:
         cut = f"--split {plan.split_words} gives training nothing" if plan.shared else None
@@ -98,10 +92,10 @@ def build_datasets(
         reset_attention_mask=config.data.reset_attention_mask,
         eod_mask_loss=config.data.eod_mask_loss,
     )
-    assembly = _Assembly(config, plan, options, sizes, builder.is_builder, say)
+    assembly = _Assembly(config, plan, options, sizes, is_builder, say)
     try:
-        datasets = assembly.build() if builder.is_builder else None
-        builder.barrier()
+        datasets = assembly.build() if is_builder else None
+        barrier()
         return datasets or assembly.build()
     except OSError as error:
         if error.errno != errno.EMFILE:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -248,21 +248,15 @@ def patient_barrier(group: dist.ProcessGroup) -> None:
     group.allreduce([torch.zeros(1)], options).wait()
 
 
-def seed_everything(
-    config: Config,
-    pipeline_rank: int,
-    data_parallel_rank: int,
-    context_rank: int = 0,
-    tensor_rank: int = 0,
-) -> None:
+def seed_everything(config: Config, data_parallel_rank: int, ranks: Mapping[str, int]) -> None:
     """Seed torch's generators for dropout: equal on the ranks that hold the same activations, else different.
 
-    Tensor ranks hold the same hidden state, so they draw the same numbers, unless --sequence-parallel cuts it;
-    what they hold different heads of, attention dropout, is parallel/tensor.py's. Initial weights do not depend
-    on it: model/initialization.py seeds each parameter by its name.
+    ranks: mesh axis -> this rank's position. Tensor ranks hold the same hidden state, so they draw the same numbers,
+    unless --sequence-parallel cuts it; what they hold different heads of, attention dropout, is parallel/tensor.py's.
+    Initial weights do not depend on it: model/initialization.py seeds each parameter by its name.
     """
-    tensor_rank = tensor_rank if config.parallel.sequence_parallel else 0
-    place = (config.training.seed, pipeline_rank, data_parallel_rank, context_rank, tensor_rank)
+    tensor_rank = ranks["tp"] if config.parallel.sequence_parallel else 0
+    place = (config.training.seed, ranks["pp"], data_parallel_rank, ranks["cp"], tensor_rank)
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
     if config.training.deterministic_mode:

@@ -83,6 +83,21 @@ class ActionClock:
         sums, self._busy, self._seconds = (self._busy, self._seconds), 0.0, 0.0
         return sums
 
+    def idle_shares(self) -> dict[str, float]:
+        """The share of the pipeline's time in which a rank waits, since the last call; collective over all ranks.
+
+        pipeline-idle-share: mean over the ranks, pipeline-idle-share-max: of the rank that waits most. A rank is busy
+        in its actions (the all-gathers of their weights included) and in the reduction of its gradients; the pipeline's
+        time is that of the rank that is longest in it.
+        """
+        mine = torch.tensor(self.take_sums(), device=self._device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        busy, seconds = torch.stack(every).unbind(1)
+        shares = 1 - busy / seconds.max()
+        mean, most = torch.stack([shares.mean(), shares.max()]).tolist()
+        return {"pipeline-idle-share": mean, "pipeline-idle-share-max": most}
+
     def take_spans(self) -> list[list[Span]]:
         """The spans, step by step, of the steps that began with `keeping` since the last call."""
         self._read()

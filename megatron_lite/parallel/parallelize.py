@@ -20,17 +20,18 @@ from megatron_lite.parallel.tensor import apply_tensor_parallel
 
 
 def build_chunks(
-    config: Config, stages: list[StagePlan], mesh: ParallelMesh, build: Callable[[StagePlan], nn.Module]
+    config: Config, stages: list[StagePlan], mesh: ParallelMesh, chunk_type: Callable[..., nn.Module]
 ) -> list[nn.Module]:
-    """My rank's model chunks, one per stage: built on meta by `build`, parallelised, initialised.
+    """My rank's model chunks, one per stage: built on meta, parallelised, initialised.
 
-    A chunk has `.embedding`, `.layers`, `.final_norm`, `.lm_head` (None where another stage owns it), `.tied`,
+    chunk_type is called with (config.model, global layer numbers, has the embedding, has the head). A chunk has
+    `.embedding`, `.layers`, `.final_norm`, `.lm_head` (None where another stage owns it), `.tied`,
     `.named_global_parameters()` and `.initial_rows(name, shape, rows, seed)`.
     """
     chunks = []
     for stage in stages:
         with torch.device("meta"):
-            chunk = build(stage)
+            chunk = chunk_type(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
         chunks.append(parallelize_chunk(chunk, config, mesh))
     return chunks
 

@@ -21,6 +21,7 @@ from megatron_lite.arithmetic.batch_size import pass_size
 from megatron_lite.arithmetic.partition import StagePlan
 from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
 from megatron_lite.arithmetic.sharding import splits_backward
+from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
 from megatron_lite.config import Config
 from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.parallel.clock import ActionClock
@@ -45,7 +46,7 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass
-class LossScale:
+class ScaledLoss:
     """The loss function of the last stage: the token-loss sum of a microbatch times a factor set per step.
 
     The factor is 1 / (unmasked tokens of the whole global batch), times the loss scale under fp16. Gradients
@@ -181,7 +182,7 @@ class Pipeline:
         self.num_stages = len(plans)
         self.has_first = any(plan.stage == 0 for plan in self.plans)
         self.has_last = any(plan.stage == self.num_stages - 1 for plan in self.plans)
-        self.loss_scale = LossScale()
+        self.scaled_loss = ScaledLoss()
         self.clock = ActionClock(mesh.device, mesh.group("pp"))
         self.tied = TiedWeights(chunks, mesh, plans[0].rank, plans[-1].rank)
         self._train_schedule: tuple[int, Any] | None = None
@@ -198,22 +199,31 @@ class Pipeline:
         Returns:
             The sum of token losses of this rank's batch, scalar fp32; zero where the last stage is not mine.
         """
-        self.loss_scale.factor = loss_factor
+        self.scaled_loss.factor = loss_factor
         self.tied.begin()
         self.clock.begin()
         for count, part in self._passes(batch, num_microbatches):
             self._run(self._schedule(count).step, part)
         self.clock.end()
         self.tied.sum_gradients()
-        return self.loss_scale.take_sum(self.mesh.device)
+        return self.scaled_loss.take_sum(self.mesh.device)
 
     @torch.no_grad()
     def eval_step(self, batch: Batch, num_microbatches: int) -> torch.Tensor:
         """The sum of token losses of this rank's batch, scalar fp32, without gradients; zero where not mine."""
-        self.loss_scale.factor = 1.0
+        self.scaled_loss.factor = 1.0
         for count, part in self._passes(batch, num_microbatches):
             self._run(self._forward_schedule(count).eval, part)
-        return self.loss_scale.take_sum(self.mesh.device)
+        return self.scaled_loss.take_sum(self.mesh.device)
+
+    def count_tokens(self, batch: Batch) -> torch.Tensor:
+        """Unmasked tokens of the global batch, int64 scalar on my device; cp and tp ranks hold the same batch."""
+        count = (batch["labels"] != IGNORED_LABEL).sum()
+        return self.mesh.sum_over(count, "dp_replicate", "dp_shard")
+
+    def sum_loss(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Loss sums of any shape, added over the ranks that saw other tokens and over the stages, in place."""
+        return self.mesh.sum_over(loss_sum, "pp", "dp_replicate", "dp_shard", "cp")
 
     def _passes(self, batch: Batch, num_microbatches: int) -> Iterator[tuple[int, Batch]]:
         """(microbatches, their samples) of each pass that --max-microbatches-per-step makes of a batch."""
@@ -259,7 +269,7 @@ class Pipeline:
         kind = SCHEDULE_CLASSES[runnable_schedule(asked, size, num_microbatches)]
         stages = [self._stage(chunk, plan) for chunk, plan in zip(self.chunks, self.plans)]
         mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(mine, num_microbatches, loss_fn=self.loss_scale, scale_grads=False)
+        return kind(mine, num_microbatches, loss_fn=self.scaled_loss, scale_grads=False)
 
     def _stage(self, chunk: nn.Module, plan: StagePlan) -> Stage:
         """A stage with static shapes: without them torch runs a forward and backward to find them out."""

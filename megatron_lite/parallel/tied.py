@@ -4,7 +4,7 @@ Both start from the same bits (a parameter is seeded by its global name), get th
 same update: the copies stay equal without ever being sent. They count once in the gradient norm.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -65,3 +65,19 @@ class TiedWeights:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         return incoming.to(mine.device)
+
+
+def counted_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """(global name, parameter) of every parameter that my chunks own; copies of tied weights are left out."""
+    return (
+        pair for chunk in chunks for pair in chunk.named_global_parameters() if not _is_copy(chunk, pair[1])
+    )
+
+
+def copied_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The others: a tied head on another stage than the embedding, by the embedding's name."""
+    return (pair for chunk in chunks for pair in chunk.named_global_parameters() if _is_copy(chunk, pair[1]))
+
+
+def _is_copy(chunk: nn.Module, parameter: nn.Parameter) -> bool:
+    return chunk.has_tied_copy and parameter is chunk.lm_head.weight

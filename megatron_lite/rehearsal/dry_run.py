@@ -18,24 +18,21 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
-from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
+from megatron_lite.arithmetic.batch_size import pass_size
 from megatron_lite.arithmetic.mesh_sizes import AXES, mesh_sizes
-from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.partition import StagePlan, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import (
     SPLIT_BACKWARD_SCHEDULES,
     check_microbatches,
     runnable_schedule,
 )
 from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary
-from megatron_lite.config import Config, ConfigError, ModelConfig, TrainingConfig
+from megatron_lite.config import Config, ConfigError, ModelConfig
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
-from megatron_lite.distributed.process_group import seed_everything
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.kernels import AMPERE
-from megatron_lite.parallel.parallelize import build_chunks
-from megatron_lite.parallel.pipeline import Batch, Pipeline
+from megatron_lite.parallel.pipeline import Batch
 from megatron_lite.rehearsal.accounting import (
     ACTIVATIONS,
     BUFFERS,
@@ -47,12 +44,8 @@ from megatron_lite.rehearsal.accounting import (
     Message,
     bytes_of,
 )
-from megatron_lite.training.loop import Trainer
-from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.optimizer import build_optimizer, named_state
-from megatron_lite.training.signals import StopWatch
-from megatron_lite.training.state import TrainState
-from megatron_lite.training.timers import Timers
+from megatron_lite.training.named_tensors import named_state
+from megatron_lite.training.run import build_run
 
 MIB = 1 << 20
 _NEVER = 1 << 30  # iterations
@@ -258,22 +251,13 @@ class AnyBatches:
 def _run(
     config: Config, rank: int, mesh: ParallelMesh, accounting: Accounting, started: float, notes: list[str]
 ) -> Rehearsal:
-    seed_everything(config, mesh.rank("pp"), mesh.data_parallel_rank, mesh.rank("cp"), mesh.rank("tp"))
-
-    def build(stage: StagePlan) -> WeightlessChunk:
-        return WeightlessChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
-
-    plans = plan_from_config(config)
-    stages = stages_of_rank(plans, mesh.rank("pp"))
-    chunks = build_chunks(config, stages, mesh, build)
-    optimizer = build_optimizer(chunks, config.optimizer)
-    schedule = BatchSchedule.from_config(config)
+    run = build_run(config, mesh, chunk_type=WeightlessChunk)
+    chunks, optimizer, schedule, loader = run.chunks, run.optimizer, run.batches, AnyBatches(config, mesh)
     wanted = schedule.num_microbatches(schedule.total_samples)
     counts = microbatches_to_run(config, wanted)
     first, second = (count * schedule.samples_per_microbatch for count in counts)
     steps = ((0, first), (first, second))
-    two_steps = replace(schedule, steps=steps, total_iterations=_NEVER, total_samples=first + second)
-    trainer = _trainer(config, mesh, chunks, optimizer, two_steps)
+    run.batches = replace(schedule, steps=steps, total_iterations=_NEVER, total_samples=first + second)
 
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     accounting.label(parameters, PARAMETERS)
@@ -285,10 +269,9 @@ def _run(
     )
     buffers, messages = [], []
     for _ in counts:
-        trainer.pipeline = Pipeline(config, plans, chunks, mesh)
-        gc.collect()  # the receive buffers of the step before, of another size, are none of this one's
+        gc.collect()
         accounting.start()
-        trainer.step()
+        run.step(loader)
         states = [t for c in chunks for _, t in named_state(c.named_global_parameters(), optimizer)]
         accounting.label(states, OPTIMIZER)
         accounting.label_rest(WORKSPACE, BUFFERS)
@@ -299,7 +282,7 @@ def _run(
     return Rehearsal(
         rank=rank,
         coordinates=mesh.coordinates,
-        stages=stages,
+        stages=stages_of_rank(run.plans, mesh.rank("pp")),
         microbatches=wanted,
         rehearsed=counts,
         parameters=bytes_of(parameters),
@@ -360,34 +343,6 @@ def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
     if kind == "gpipe" or kind in SPLIT_BACKWARD_SCHEDULES:
         return fewest(1), wanted
     return fewest(max(size, 2)), fewest(max(2 * size, 3))
-
-
-def _trainer(
-    config: Config,
-    mesh: ParallelMesh,
-    chunks: list[GPTChunk],
-    optimizer: torch.optim.Optimizer,
-    batches: BatchSchedule,
-) -> Trainer:
-    """The run's own trainer; what only its `run` needs is left out, `step` is called."""
-    return Trainer(
-        config=config,
-        mesh=mesh,
-        chunks=chunks,
-        pipeline=None,
-        optimizer=optimizer,
-        schedule=LearningRateSchedule.from_config(config),
-        batches=batches,
-        loader=AnyBatches(config, mesh),
-        validation=None,
-        checkpointer=None,
-        metrics=None,
-        stop=StopWatch(TrainingConfig(), mesh.device),
-        state=TrainState(),
-        loss_scale=LossScale.from_config(config.precision),
-        timers=Timers(config.logging, mesh.device),
-        progress=None,
-    )
 
 
 def describe(found: Rehearsal, config: Config) -> str:

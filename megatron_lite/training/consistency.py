@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_lite.arithmetic.mesh_sizes import AXES
 from megatron_lite.distributed.mesh import ParallelMesh, local_part
-from megatron_lite.training.resume import named_tensors, tied_copies
+from megatron_lite.training.named_tensors import named_tensors, tied_copies
 
 _CHECKSUM_PIECE = 1 << 22  # elements whose products are held at once
 

@@ -5,31 +5,16 @@ then over every axis that cuts the parameters (dp_shard, cp, tp, pp). A paramete
 and a tied weight that two stages hold, count once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.distributed.mesh import ParallelMesh, local_part
+from megatron_lite.parallel.tied import counted_parameters
 
 CLIP_EPSILON = 1e-6  # Megatron's: coefficient = clip / (norm + 1e-6)
-
-
-def counted_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """(global name, parameter) of every parameter that my chunks own; copies of tied weights are left out."""
-    return (
-        pair for chunk in chunks for pair in chunk.named_global_parameters() if not _is_copy(chunk, pair[1])
-    )
-
-
-def copied_parameters(chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The others: a tied head on another stage than the embedding, by the embedding's name."""
-    return (pair for chunk in chunks for pair in chunk.named_global_parameters() if _is_copy(chunk, pair[1]))
-
-
-def _is_copy(chunk: nn.Module, parameter: nn.Parameter) -> bool:
-    return chunk.has_tied_copy and parameter is chunk.lm_head.weight
 
 
 def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:

@@ -24,8 +24,9 @@ DECOUPLED = "decoupled-learning-rate"  # of embedding and head, with --decoupled
 class StepResult:
     """One training step, the same on every rank.
 
-    loss: mean over the unmasked tokens; grad_norm before clipping; nonfinite: the step was skipped;
-    data_seconds: how long this rank waited for data.
+    loss: mean over the unmasked tokens; grad_norm before clipping; nonfinite: the step was skipped, asked: by
+    --iterations-to-skip, overflow: because the loss scale was too large; data_seconds: how long this rank waited for
+    data.
     """
 
     loss: float
@@ -36,6 +37,8 @@ class StepResult:
     seconds: float
     data_seconds: float = 0.0
     nonfinite: bool = False
+    asked: bool = False
+    overflow: bool = False
     loss_scale: float = 1.0
     extras: dict[str, float] = field(default_factory=dict)
 

@@ -1,59 +1,30 @@
 """From a checkpoint to a run that goes on: what is read, what is left, and one line about each choice."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-import torch
-from torch import nn
-
-from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule, resumed_schedule
+from megatron_lite.arithmetic.lr_schedule import resumed_schedule
 from megatron_lite.checkpoint import StoredCheckpoint
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.distributed.mesh import ParallelMesh
-from megatron_lite.training.gradients import copied_parameters, counted_parameters
-from megatron_lite.training.optimizer import named_state
+from megatron_lite.training.named_tensors import checkpoint_tensors, tied_copies
+from megatron_lite.training.run import Run
 from megatron_lite.training.state import TrainState, restore_random_state
 
 Say = Callable[[str], None]
 
 
-def checkpoint_tensors(
-    chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None
-) -> dict[str, torch.Tensor]:
-    """{global name: tensor} of my chunks' weights and optimizer state. A tied weight's copy is left out."""
-    return named_tensors(counted_parameters(chunks), optimizer)
-
-
-def tied_copies(chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """The same for the copies: they read what the first stage's weight reads."""
-    return named_tensors(copied_parameters(chunks), optimizer)
-
-
-def named_tensors(
-    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
-) -> dict[str, torch.Tensor]:
-    """{global name: tensor} of these (global name, parameter) pairs and of their optimizer state.
-
-    Two parameters of one name would replace each other: with V schedules a weight and its tied copy lie on one rank.
-    """
-    named = list(parameters)
-    weights = {name: parameter.data for name, parameter in named}
-    assert len(weights) == len(named), "two parameters of this rank have one global name"
-    return weights | (dict(named_state(named, optimizer)) if optimizer is not None else {})
-
-
 def resume(
-    config: Config,
+    run: Run,
     checkpointer: Checkpointer,
-    chunks: list[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    mesh: ParallelMesh,
+    fingerprint: str | None,
     say: Say,
-    once: Callable[[Callable[[], None]], None] = lambda check: check(),
-) -> tuple[TrainState, LearningRateSchedule]:
-    """Load what --load, --finetune, --pretrained-checkpoint and their kin ask for, or start afresh.
+    once: Callable[[Callable[[], None]], None],
+) -> None:
+    """Load what --load, --finetune and --pretrained-checkpoint ask for into the run, or leave it at its start.
 
-    once: runs a check but in a restart by torchrun of a run that passed it: --save may hold what it saved itself.
+    Args:
+        fingerprint: of the training samples.
+        once: runs a check but in a restart by torchrun of a run that passed it: --save may hold what it saved itself.
 
     Raises:
         ConfigError: a checkpoint asked for by name is not there, does not fit the flags, or lacks tensors.
@@ -62,30 +33,41 @@ def resume(
     kept = checkpointer.read_train_state(found) if found is not None else {}
     # tools/hf_import.py says so in what it writes: there is no optimizer state and no place to go on from.
     weights_only = found is not None and (
-        config.checkpoint.finetune or found.pretrained or kept.get("weights_only", False)
+        run.config.checkpoint.finetune or found.pretrained or kept.get("weights_only", False)
     )
     once(lambda: checkpointer.refuse_to_replace(found, weights_only))
-    if found is None:
-        if config.checkpoint.load:
-            say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
-        return TrainState(), LearningRateSchedule.from_config(config)
+    if found is not None:
+        _load(run, checkpointer, found, kept, weights_only, say)
+    elif run.config.checkpoint.load:
+        say(f"no checkpoint in {run.config.checkpoint.load}: starting from random weights")
+    check_same_data(run.config, run.state, fingerprint)
+
+
+def _load(
+    run: Run, checkpointer: Checkpointer, found: StoredCheckpoint, kept: dict, weights_only: bool, say: Say
+) -> None:
+    config = run.config
     for line in checkpointer.allowed_differences(found, weights_only):
         say(line)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
-    _load_tensors(checkpointer, found, chunks, optimizer if with_optimizer else None)
+    optimizer = run.optimizer if with_optimizer else None
+    checkpointer.load(found, checkpoint_tensors(run.chunks, optimizer))
+    if any(chunk.tied for chunk in run.chunks):
+        checkpointer.load(found, tied_copies(run.chunks, optimizer))
     if weights_only:
         say(f"weights from {found.path}; everything else starts at step 0")
-        origin = {key: value for key, value in kept.items() if key == "hugging_face"}
-        return TrainState.from_dict(origin), LearningRateSchedule.from_config(config)
-    state = TrainState.from_dict(kept)
+        run.state = TrainState.from_dict({key: kept[key] for key in kept if key == "hugging_face"})
+        return
+    run.state = state = TrainState.from_dict(kept)
+    run.loss_scale.load_dict(state.loss_scale)
     if not config.checkpoint.no_load_rng:
-        _restore_random(checkpointer, found, mesh, say)
+        _restore_random(run, checkpointer, found, say)
     say(
         f"resumed from {found.path}: iteration {state.iteration}, {state.consumed_samples:,} samples consumed"
     )
     if not with_optimizer:
         say("--no-load-optim: the optimizer's state starts at zero, the learning rate goes on where it was")
-    return state, resumed_schedule(config, kept.get("schedule"))
+    run.schedule = resumed_schedule(config, kept.get("schedule"))
 
 
 def check_same_data(config: Config, state: TrainState, fingerprint: str | None) -> None:
@@ -107,22 +89,9 @@ def check_same_data(config: Config, state: TrainState, fingerprint: str | None) 
         )
 
 
-def _load_tensors(
-    checkpointer: Checkpointer,
-    found: StoredCheckpoint,
-    chunks: list[nn.Module],
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    checkpointer.load(found, checkpoint_tensors(chunks, optimizer))
-    if any(chunk.tied for chunk in chunks):
-        checkpointer.load(found, tied_copies(chunks, optimizer))
-
-
-def _restore_random(
-    checkpointer: Checkpointer, found: StoredCheckpoint, mesh: ParallelMesh, say: Say
-) -> None:
+def _restore_random(run: Run, checkpointer: Checkpointer, found: StoredCheckpoint, say: Say) -> None:
     kept = checkpointer.load_rank_state(found)
     if kept is None:
         say("the layout differs from the checkpoint's: dropout draws other random numbers from here on")
     elif kept:
-        restore_random_state(kept, mesh.device)
+        restore_random_state(kept, run.mesh.device)

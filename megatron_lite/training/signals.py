@@ -12,7 +12,7 @@ from megatron_lite.config import TrainingConfig
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class StopWatch:
+class StopConditions:
     """Decides after each step whether the run ends now, the same way on every rank.
 
     What this rank has seen (`flags`) is part of the tensor of the step's loss, so a step has no message and no host

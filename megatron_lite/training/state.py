@@ -36,6 +36,14 @@ class TrainState:
         """Plain JSON types."""
         return asdict(self)
 
+    def advance(self, batch_size: int, seq_length: int, trained: bool) -> None:
+        """Count a step over so many samples; trained: it changed the weights."""
+        self.iteration += 1
+        self.consumed_samples += batch_size
+        self.consumed_tokens += batch_size * seq_length
+        self.schedule_samples += batch_size if trained else 0
+        self.skipped_iterations += 0 if trained else 1
+
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> "TrainState":
         """The reverse of to_dict; keys of other versions are left out.

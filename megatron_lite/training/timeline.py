@@ -1,4 +1,4 @@
-"""The time of the pipeline, told: the idle share in the log, and --timeline: when each action of a few steps ran."""
+"""--timeline: when each of the pipeline's actions ran in a few steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,25 +10,9 @@ import torch.distributed as dist
 from megatron_lite.arithmetic.mesh_sizes import AXES
 from megatron_lite.config import Config
 from megatron_lite.distributed.mesh import ParallelMesh
-from megatron_lite.parallel.clock import ActionClock, Span
+from megatron_lite.parallel.clock import Span
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.planning.trace import trace_of, write_trace
-
-
-def idle_shares(clock: ActionClock, device: torch.device) -> dict[str, float]:
-    """The share of the pipeline's time in which a rank waits, since the last call; collective over all ranks.
-
-    pipeline-idle-share: mean over the ranks, pipeline-idle-share-max: of the rank that waits most. A rank is busy in
-    its actions (the gathering of their weights included) and in the reduction of its gradients; the pipeline's time is
-    that of the rank that is longest in it. Nothing when no step was trained.
-    """
-    mine = torch.tensor(clock.take_sums(), device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    busy, seconds = torch.stack(every).unbind(1)
-    shares = 1 - busy / seconds.max()
-    mean, most = torch.stack([shares.mean(), shares.max()]).tolist()
-    return {"pipeline-idle-share": mean, "pipeline-idle-share-max": most}
 
 
 @contextmanager

@@ -10,14 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
-from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.shards import shard_of
 from megatron_lite.config import CheckpointConfig
-from megatron_lite.distributed.mesh import build_mesh
-from megatron_lite.training.optimizer import build_optimizer
-from megatron_lite.training.resume import checkpoint_tensors, tied_copies
+from megatron_lite.training.named_tensors import checkpoint_tensors, tied_copies
 from tests.parity import full, make_config, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import initial_model
@@ -56,11 +52,9 @@ class Side:
     """My rank's chunks, optimizer and checkpointer in one layout."""
 
     def __init__(self, config):
-        self.mesh = build_mesh(config, torch.device("cpu"))
-        self.chunks, _ = set_up(config, self.mesh)
-        self.optimizer = build_optimizer(self.chunks, config.optimizer)
-        sizes = mesh_sizes(config)
-        self.checkpointer = Checkpointer(config, self.mesh.host_group, sizes, self.mesh.coordinates)
+        run = set_up(config)
+        self.mesh, self.chunks, self.optimizer = run.mesh, run.chunks, run.optimizer
+        self.checkpointer = run.checkpointer()
 
     def tensors(self):
         return checkpoint_tensors(self.chunks, self.optimizer)

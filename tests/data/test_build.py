@@ -25,7 +25,7 @@ from megatron_lite.config import (
     TrainingConfig,
 )
 from megatron_lite.data.blends import parse_blend, parse_split, plan_data, split_bounds, split_range
-from megatron_lite.data.build import Builder, build_datasets, sample_counts
+from megatron_lite.data.build import build_datasets, sample_counts
 from megatron_lite.data.loader import Loader
 from tests.pairs import write_documents
 
@@ -512,7 +512,7 @@ def test_a_folder_that_cannot_be_written_is_tolerated(corpus, tmp_path, machine_
     )
     assert len(entries(machine_folder)) == 1
     assert stat.S_IMODE(machine_folder.stat().st_mode) == 0o700
-    reader = build(config, builder=Builder(is_builder=False))
+    reader = build(config, is_builder=False)
     assert reader.train.entry.path.parent == machine_folder
     assert tokens_of(reader.train) == wanted
 
@@ -546,8 +546,7 @@ def test_an_entry_in_a_read_only_folder_is_used(corpus, tmp_path, machine_folder
 
 
 def _rank(rank, config, barrier, results):
-    builder = Builder(is_builder=rank == 0, barrier=barrier.wait)
-    dataset = build(config, builder=builder).train
+    dataset = build(config, is_builder=rank == 0, barrier=barrier.wait).train
     results.put((rank, os.getpid(), dataset.entry.path is not None, tokens_of(dataset)))
 
 

@@ -6,7 +6,6 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.distributed.mesh import build_mesh
 from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import my_samples
@@ -52,8 +51,8 @@ class LiveBytes(TorchDispatchMode):
 
 def step_peak(config, microbatches):
     """Peak live bytes of one train_step on this rank, beyond the model and the batch (a top-level rank function)."""
-    mesh = build_mesh(config, torch.device("cpu"))
-    _, pipeline = set_up(config, mesh)
+    run = set_up(config)
+    mesh, pipeline = run.mesh, run.pipeline
     batch = my_samples(make_batches(config.training.global_batch_size, 1)[0], config, mesh)
     pipeline.train_step(batch, microbatches, 1.0)  # receive buffers and gradients are there from now on
     gc.collect()

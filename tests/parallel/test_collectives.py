@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.distributed.mesh import build_mesh
 from tests.parity import assert_equals_one_process, make_batches, make_config, set_up, train_in_layout
 from tests.ranks import run_ranks
 from tools.verify_parity import my_samples
@@ -32,8 +31,8 @@ class Collectives(TorchDispatchMode):
 
 def _counted(config):
     """{microbatches: the operations of one step}, on each rank."""
-    mesh = build_mesh(config, torch.device("cpu"))
-    _, pipeline = set_up(config, mesh)
+    run = set_up(config)
+    mesh, pipeline = run.mesh, run.pipeline
     counters = {}
     for microbatches in (4, 8):
         samples = microbatches * mesh.data_parallel_size

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.rehearsal.dry_run import fake_world
 from tests.model.gpu_on_cpu import forced
 from tests.parity import make_batches, make_config, set_up
@@ -75,7 +74,7 @@ def train(monkeypatch):
         torch._dynamo.reset()
         counters.clear()
         with fake_world(0, config.parallel.world_size):
-            _, pipeline = set_up(config, build_mesh(config, torch.device("cpu")))
+            pipeline = set_up(config).pipeline
             for batch in make_batches(2, steps=2, documents=documents):
                 pipeline.eval_step(batch, 2) if evaluate else pipeline.train_step(batch, 2, 1.0)
         return counters["stats"]["unique_graphs"], len(calls), sum(counters["graph_break"].values())

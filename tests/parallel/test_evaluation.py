@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_lite.distributed.mesh import build_mesh
 from tests.parity import bare_loss, make_batches, make_config, per_token, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import initial_model, my_samples
@@ -11,8 +10,8 @@ from tools.verify_parity import initial_model, my_samples
 
 def _evaluate(config, batches):
     """(loss per token of every evaluated batch, number of schedules built) over two evaluations, training between."""
-    mesh = build_mesh(config, torch.device("cpu"))
-    _, pipeline = set_up(config, mesh)
+    run = set_up(config)
+    mesh, pipeline = run.mesh, run.pipeline
     built, build = [], pipeline._build_schedule
     pipeline._build_schedule = lambda count: (built.append(count), build(count))[1]
     losses = []

@@ -1,11 +1,9 @@
 """Bytes per rank, measured: states are total / shards; schedules, recomputation and chunked loss hold less."""
 
 import pytest
-import torch
 
-from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.training.gradients import local_part
-from megatron_lite.training.optimizer import build_optimizer, named_state
+from megatron_lite.training.named_tensors import named_state
 from tests.parallel.live_bytes import MIB, MODEL, peaks
 from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
@@ -16,9 +14,8 @@ WIDE = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 32}
 
 def _state_bytes(config):
     """Bytes on this rank: parameters, gradients, optimizer state (without the steps' counters)."""
-    mesh = build_mesh(config, torch.device("cpu"))
-    chunks, pipeline = set_up(config, mesh)
-    optimizer = build_optimizer(chunks, config.optimizer)
+    run = set_up(config)
+    mesh, chunks, pipeline, optimizer = run.mesh, run.chunks, run.pipeline, run.optimizer
     batch = make_batches(config.training.global_batch_size, 1)[0]
     pipeline.train_step(my_samples(batch, config, mesh), 4, 1.0)
     optimizer.step()

@@ -3,8 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.distributed.mesh import build_mesh
-from megatron_lite.distributed.process_group import seed_everything
 from tests.parity import full, make_batches, make_config, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import my_samples
@@ -12,17 +10,10 @@ from tools.verify_parity import my_samples
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
 
-def _seed(config, mesh):
-    seed_everything(
-        config, mesh.rank("pp"), mesh.data_parallel_rank, mesh.rank("cp"), tensor_rank=mesh.rank("tp")
-    )
-
-
 def _draws(config):
     """(my place, a dropped vector, attention of the same q, k, v on every rank, the draw after it)."""
-    mesh = build_mesh(config, torch.device("cpu"))
-    chunks, _ = set_up(config, mesh)
-    _seed(config, mesh)
+    run = set_up(config)
+    mesh, chunks = run.mesh, run.chunks
     ones = torch.ones(1, 2, 8, 8)
     attention = chunks[0].layers["0"].attention.core
     core = attention.core if config.parallel.context_parallel_size > 1 else attention
@@ -52,11 +43,9 @@ def test_ranks_with_other_tokens_drop_differently():
 
 
 def _gradients(config, batch):
-    mesh = build_mesh(config, torch.device("cpu"))
-    chunks, pipeline = set_up(config, mesh)
-    _seed(config, mesh)
-    pipeline.train_step(my_samples(batch, config, mesh), 4, 1.0)
-    return {name: full(p.grad) for c in chunks for name, p in c.named_global_parameters()}
+    run = set_up(config)
+    run.pipeline.train_step(my_samples(batch, config, run.mesh), 4, 1.0)
+    return {name: full(p.grad) for c in run.chunks for name, p in c.named_global_parameters()}
 
 
 def test_recomputed_dropout_is_the_same():

@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import CheckpointConfig
-from megatron_lite.distributed.mesh import build_mesh, local_part
+from megatron_lite.distributed.mesh import local_part
 from megatron_lite.training.consistency import ReplicaError, check_tied_copies
-from megatron_lite.training.optimizer import build_optimizer
-from megatron_lite.training.resume import checkpoint_tensors, tied_copies
+from megatron_lite.training.named_tensors import checkpoint_tensors, tied_copies
 from tests.parity import assert_equals_one_process, full, make_batches, make_config, set_up
 from tests.ranks import run_ranks
 from tools.verify_parity import my_samples, run_one_process
@@ -20,11 +18,10 @@ NAME = "embedding.word_embeddings.weight"
 
 def _copies_and_gradient(config, batch):
     """Two train_step calls before the optimizer's step, as an outer accumulation would make."""
-    mesh = build_mesh(config, torch.device("cpu"))
-    chunks, pipeline = set_up(config, mesh)
-    optimizer = build_optimizer(chunks, config.optimizer)
+    run = set_up(config)
+    chunks, pipeline, optimizer = run.chunks, run.pipeline, run.optimizer
     tokens = int((batch["labels"] != -100).sum())
-    mine = my_samples(batch, config, mesh)
+    mine = my_samples(batch, config, run.mesh)
     half = mine["tokens"].shape[0] // 2
     for part in (slice(0, half), slice(half, None)):
         pipeline.train_step({key: t[part] for key, t in mine.items()}, 4, 1 / tokens)
@@ -62,10 +59,10 @@ class _Run:
     """A tied model on two pipeline ranks: steps, a checkpoint, all bits of it."""
 
     def __init__(self, config):
-        self.config, self.mesh = config, build_mesh(config, torch.device("cpu"))
-        self.chunks, self.pipeline = set_up(config, self.mesh)
-        self.optimizer = build_optimizer(self.chunks, config.optimizer)
-        self.checkpointer = Checkpointer(config, self.mesh.host_group, {}, self.mesh.coordinates)
+        run = set_up(config)
+        self.config, self.mesh = config, run.mesh
+        self.chunks, self.pipeline, self.optimizer = run.chunks, run.pipeline, run.optimizer
+        self.checkpointer = run.checkpointer()
 
     def steps(self, batches):
         for batch in batches:

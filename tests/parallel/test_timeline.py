@@ -16,10 +16,8 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     schedule_timeline,
 )
 from megatron_lite.config import ConfigError
-from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.parallel.clock import ActionClock
 from megatron_lite.planning.trace import FORMAT, Trace, measured_times, read_trace, trace_of, write_trace
-from megatron_lite.training.timeline import idle_shares
 from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
 
@@ -46,7 +44,7 @@ def _record(runs):
     found = []
     for run in runs:
         config = _config(*run)
-        _, pipeline = set_up(config, build_mesh(config, torch.device("cpu")))
+        pipeline = set_up(config).pipeline
         batch = make_batches(run[2], 1)[0]
         pipeline.train_step(batch, run[2], 0.1)
         assert pipeline.clock.take_spans() == []
@@ -189,18 +187,10 @@ def test_a_wrong_file_is_one_sentence(tmp_path, change, words):
         read_trace(tmp_path / "none.json")
 
 
-class FakeClock:
-    """Only the sums of a clock."""
-
-    def __init__(self, busy, seconds):
-        self.sums = busy, seconds
-
-    def take_sums(self):
-        return self.sums
-
-
 def _shares(sums):
-    return idle_shares(FakeClock(*sums[dist.get_rank()]), torch.device("cpu"))
+    clock = ActionClock(torch.device("cpu"), None)
+    clock.take_sums = lambda: sums[dist.get_rank()]
+    return clock.idle_shares()
 
 
 def test_idle_share_by_hand():

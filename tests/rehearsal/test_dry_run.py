@@ -17,9 +17,10 @@ from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.rehearsal import dry_run as rehearsal
 from megatron_lite.rehearsal.dry_run import describe, ranks_to_rehearse, rehearse_rank
 from megatron_lite.training.gradients import local_part
-from megatron_lite.training.optimizer import build_optimizer, named_state
+from megatron_lite.training.named_tensors import named_state
+from megatron_lite.training.run import build_run
 from tests.parallel.live_bytes import LiveBytes
-from tests.parity import make_batches, make_config, set_up
+from tests.parity import make_batches, make_config
 from tests.ranks import run_ranks
 from tests.runs import MODEL, ROOT, TRAINING, run_alone
 from tools.verify_parity import initial_model, my_samples
@@ -142,8 +143,8 @@ def _measure(config, microbatches):
     """[parameters, gradients, optimizer state, peak] in bytes, of a real second step (a rank function)."""
     mesh = build_mesh(config, torch.device("cpu"))
     with EveryByte() as live:
-        chunks, pipeline = set_up(config, mesh)
-        optimizer = build_optimizer(chunks, config.optimizer)
+        run = build_run(config, mesh)
+        chunks, pipeline, optimizer = run.chunks, run.pipeline, run.optimizer
         batch = my_samples(make_batches(config.training.global_batch_size, 1)[0], config, mesh)
         pipeline.train_step(batch, microbatches, 1.0)
         optimizer.step()

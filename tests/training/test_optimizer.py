@@ -13,7 +13,8 @@ import torch
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.config.optimizers import ADAM_STATE, FULL, OPTIMIZERS, SCALAR, OptimizerRow
 from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.training.optimizer import build_optimizer, named_state
+from megatron_lite.training.named_tensors import named_state
+from megatron_lite.training.optimizer import build_optimizer
 from tests.parity import MODEL
 from tests.ranks import free_port
 from tests.runs import ROOT, flags, training_steps, write_data

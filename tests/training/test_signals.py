@@ -13,7 +13,8 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.training.loop import NonFiniteError, Trainer
+from megatron_lite.training.loop import NonFiniteError
+from megatron_lite.training.run import Run
 from tests.checkpoint.folders import is_intact
 from tests.ranks import free_port, run_ranks
 from tests.runs import ROOT, flags, metrics, pretrain_here, write_data
@@ -27,15 +28,15 @@ def prefix(tmp_path_factory):
 def _signalled_in_a_step(argv, victim, signalled_step):
     """(steps done, all-reduces over the world) of a run whose victim gets SIGTERM after it has sent a step's loss."""
     iterations, calls = [], Counter()
-    update, step, all_reduce = Trainer._update_weights, Trainer.step, dist.all_reduce
+    update, step, all_reduce = Run._update_weights, Run.step, dist.all_reduce
 
     def signalled_update(self, norm):
         if dist.get_rank() == victim and self.state.iteration + 1 == signalled_step:
             os.kill(os.getpid(), signal.SIGTERM)
         update(self, norm)
 
-    def counted_step(self):
-        result = step(self)
+    def counted_step(self, loader):
+        result = step(self, loader)
         iterations.append(self.state.iteration)
         return result
 
@@ -43,7 +44,7 @@ def _signalled_in_a_step(argv, victim, signalled_step):
         calls["world"] += group in (None, dist.group.WORLD)
         return all_reduce(tensor, op, group, async_op)
 
-    Trainer._update_weights, Trainer.step, dist.all_reduce = signalled_update, counted_step, counted
+    Run._update_weights, Run.step, dist.all_reduce = signalled_update, counted_step, counted
     assert pretrain_here(argv) == 0
     return iterations, calls["world"]
 

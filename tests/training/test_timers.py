@@ -8,19 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite.arithmetic.partition import plan_from_config
 from megatron_lite.config import CheckpointConfig, ConfigError, LoggingConfig
 from megatron_lite.distributed.environment import Environment
-from megatron_lite.distributed.mesh import build_mesh
-from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.training.consistency import check_replicas
 from megatron_lite.training.gradients import local_part
 from megatron_lite.training.resume import check_same_data
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import ProgressLog
-from tests.parity import make_config
+from tests.parity import make_config, set_up
 from tests.ranks import run_ranks
 
 
@@ -49,8 +45,8 @@ def test_level_0_keeps_nothing():
 
 
 def damaged_replicas(config, damage):
-    mesh = build_mesh(config, torch.device("cpu"))
-    chunks = build_chunks(config, plan_from_config(config), mesh, lambda s: GPTChunk(config.model, s.layers))
+    run = set_up(config)
+    chunks, mesh = run.chunks, run.mesh
     check_replicas(chunks, mesh, 5)
     if damage and dist.get_rank() == 1:
         with torch.no_grad():

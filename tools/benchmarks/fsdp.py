@@ -21,7 +21,7 @@ from tools.benchmarks.baseline_model import (
 )
 from tools.benchmarks.comparison import Options, Table, refuse_unlike, speed, take_turns
 from tools.benchmarks.our_run import load_initial_weights, run_config
-from tools.benchmarks.our_step import build_trainer
+from tools.benchmarks.our_step import build_prepared
 from tools.benchmarks.ranks import run_ranks, timed
 
 STEPS_A_TURN = 2
@@ -83,7 +83,7 @@ def our_step(sizes: Sizes, batches: list[Batch], *flags: str) -> Callable[[], fl
     """The step of our Trainer; gives the mean loss of the global batch."""
     world_size = dist.get_world_size()
     batch_size = f"--global-batch-size {world_size * sizes.micro_batch}"
-    trainer = build_trainer(run_config(sizes, batch_size, *flags, world_size=world_size), batches)
+    trainer = build_prepared(run_config(sizes, batch_size, *flags, world_size=world_size), batches)
     return lambda: trainer.step().loss
 
 

@@ -20,7 +20,6 @@ from megatron_lite.distributed.process_group import process_group
 from megatron_lite.files.command_line import RunError
 from megatron_lite.model.attention import DotProductAttention
 from megatron_lite.model.documents import Documents, find_documents
-from megatron_lite.training.loop import Trainer
 from tools.benchmarks.baseline_model import (
     QUICK,
     BareModel,
@@ -31,7 +30,7 @@ from tools.benchmarks.baseline_model import (
 )
 from tools.benchmarks.comparison import Options, Row, Table, quartiles, speed, take_turns
 from tools.benchmarks.our_run import load_initial_weights, run_config
-from tools.benchmarks.our_step import build_trainer
+from tools.benchmarks.our_step import PreparedRun, build_prepared
 
 T = TypeVar("T")
 
@@ -142,7 +141,7 @@ def _close(losses: dict[str, float], name: str, other: str, tolerance: float) ->
 
 
 def _losses(sizes: Sizes, flags: str, device: torch.device, quick: bool) -> float:
-    def use(trainer: Trainer) -> float:
+    def use(trainer: PreparedRun) -> float:
         return [trainer.step().loss for _ in range(3)][-1]
 
     return _with_trainer(_config(sizes, flags, quick=quick), sizes, device, use)
@@ -162,10 +161,10 @@ def _batches(sizes: Sizes, device: torch.device) -> list[dict[str, torch.Tensor]
     return [{key: tensor.to(device) for key, tensor in batch.items()} for batch in batches]
 
 
-def _with_trainer(config: Config, sizes: Sizes, device: torch.device, use: Callable[[Trainer], T]) -> T:
+def _with_trainer(config: Config, sizes: Sizes, device: torch.device, use: Callable[[PreparedRun], T]) -> T:
     """What `use` makes of our Trainer; afterwards nothing of that is left on the device."""
     try:
-        return use(build_trainer(config, _batches(sizes, device), device))
+        return use(build_prepared(config, _batches(sizes, device), device))
     finally:
         gc.collect()
         torch._dynamo.reset()
@@ -179,9 +178,9 @@ def _measure(sizes: Sizes, variant: str, device: torch.device, quick: bool) -> M
     steps, warm_up = (2, 1) if quick else (STEPS, WARM_UP)
     config = _config(sizes, "--bf16", VARIANTS[variant], quick=quick)
 
-    def use(trainer: Trainer) -> Measured:
+    def use(trainer: PreparedRun) -> Measured:
         if variant == "AdamW not fused":
-            for group in trainer.optimizer.param_groups:
+            for group in trainer.run.optimizer.param_groups:
                 group.update(fused=False, foreach=True)
         for _ in range(warm_up):
             trainer.step()
@@ -280,7 +279,7 @@ def profile(sizes: Sizes, device: torch.device, output: Path | None, quick: bool
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
 
-    def use(trainer: Trainer) -> torch.profiler.profile:
+    def use(trainer: PreparedRun) -> torch.profiler.profile:
         for _ in range(1 if quick else WARM_UP):
             trainer.step()
         with torch.profiler.profile(activities=activities) as profiler:

@@ -5,29 +5,26 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
-from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config
-from megatron_lite.data.build import build_datasets, sample_counts
+from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.indexed_dataset import write_pair
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.samples import Samples
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.distributed.process_group import process_group
 from megatron_lite.parallel.pipeline import Batch
-from megatron_lite.training.evaluate import Evaluator
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.metrics import Metrics
-from megatron_lite.training.signals import StopWatch
-from megatron_lite.training.trackers import ProgressLog, build_tracker
+from megatron_lite.training.run import Run, build_run
 from tools.benchmarks.baseline_model import QUICK, Sizes
 from tools.benchmarks.comparison import (
     Options,
@@ -40,7 +37,7 @@ from tools.benchmarks.comparison import (
     torch_threads,
 )
 from tools.benchmarks.our_run import run_config
-from tools.benchmarks.our_step import build_trainer
+from tools.benchmarks.our_step import build_prepared
 
 THREADS = 2
 STEPS_A_TURN = 5
@@ -57,24 +54,25 @@ def run(options: Options) -> list[Table]:
 class ClockedTrainer(Trainer):
     """A Trainer that notes how long it computes, and when each iteration ends."""
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, run: Run, datasets: Datasets) -> None:
+        super().__init__(run, datasets, run.checkpointer(), Environment())
+        self.loader = run.loader(datasets.train, 0)
         self.computing = 0.0
         self.loss = 0.0
         self.shares: list[float] = []
         self._last: float | None = None
         self.on_step = (self._note,)
+        compute, update = run._forward_backward, run._update_weights
+        run._forward_backward = lambda *args: self._clocked(compute, *args)
+        run._update_weights = lambda *args: self._clocked(update, *args)
 
-    def _forward_backward(self, batch: Batch, microbatches: int) -> tuple[float, float]:
+    def _clocked(self, part: Callable[..., Any], *args: Any) -> Any:
         started = time.perf_counter()
-        self.loss, norm = super()._forward_backward(batch, microbatches)
+        result = part(*args)
         self.computing += time.perf_counter() - started
-        return self.loss, norm
-
-    def _update_weights(self, norm: float) -> None:
-        started = time.perf_counter()
-        super()._update_weights(norm)
-        self.computing += time.perf_counter() - started
+        if result is not None:
+            self.loss, _ = result
+        return result
 
     def _note(self, iteration: int) -> None:
         now = time.perf_counter()
@@ -86,7 +84,7 @@ class ClockedTrainer(Trainer):
         """STEPS_A_TURN whole iterations, as --exit-interval ends them; seconds."""
         started, self._last = time.perf_counter(), None
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123
-            self.run()
+            self.steps()
         return time.perf_counter() - started
 
 
@@ -96,12 +94,13 @@ def measure(sizes: Sizes, folder: Path, options: Options) -> Table:
     turns = options.repeats + 1
     configs = {f"log-interval {n}": config_of(sizes, prefix, folder, n) for n in LOG_INTERVALS}
     first = next(iter(configs.values()))
-    dataset = build_datasets(
-        first, build_tokenizer(first.data, sizes.vocabulary - 1), sample_counts(first)
-    ).train
+    datasets = build_datasets(first, build_tokenizer(first.data, sizes.vocabulary - 1))
     with process_group(first, Environment()) as (device, _):
-        whole = {name: whole_trainer(config, dataset, device) for name, config in configs.items()}
-        bare, losses = build_trainer(first, batches_of(first, dataset, turns * STEPS_A_TURN)), {}
+        whole = {
+            name: ClockedTrainer(build_run(config, build_mesh(config, device), time.monotonic()), datasets)
+            for name, config in configs.items()
+        }
+        bare, losses = build_prepared(first, batches_of(first, datasets.train, turns * STEPS_A_TURN)), {}
 
         def computing_only() -> float:
             started = time.perf_counter()
@@ -161,22 +160,3 @@ def batches_of(config: Config, dataset: Samples, count: int) -> list[Batch]:
     batches = [loader.next_batch(config.training.global_batch_size) for _ in range(count)]
     loader.close()
     return batches
-
-
-def whole_trainer(config: Config, dataset: Samples, device: torch.device) -> ClockedTrainer:
-    """The Trainer with all that pretrain_gpt.py gives it."""
-    plain, environment = build_trainer(config, []), Environment()
-    parts = {item.name: getattr(plain, item.name) for item in fields(plain) if item.init}
-    loader, stop = Loader(dataset, config, 0, 1, 0, device), StopWatch(config.training, device)
-    tracker = build_tracker(config, environment, None)
-    parts |= {
-        "loader": loader,
-        "stop": stop,
-        "validation": Evaluator(config, plain.pipeline, plain.mesh, {}, lambda *_: loader, stop.asked),
-        "checkpointer": Checkpointer(
-            config, plain.mesh.host_group, mesh_sizes(config), plain.mesh.coordinates
-        ),
-        "metrics": Metrics(config, device, 1, plain.batches.total_iterations, tracker, plain.timers),
-        "progress": ProgressLog(config, environment),
-    }
-    return ClockedTrainer(**parts)

@@ -23,7 +23,7 @@ from tools.benchmarks.baseline_model import (
 )
 from tools.benchmarks.comparison import Options, Table, refuse_unlike, speed, take_turns
 from tools.benchmarks.our_run import load_initial_weights, run_config
-from tools.benchmarks.our_step import build_trainer
+from tools.benchmarks.our_step import build_prepared
 from tools.benchmarks.ranks import run_ranks, timed
 
 BATCHES = 4
@@ -106,7 +106,7 @@ def our_step(sizes: Sizes, batches: list[Batch], *flags: str) -> Callable[[], fl
     """The step of our Trainer; gives the mean loss of the global batch."""
     size = dist.get_world_size()
     layout = f"--pipeline-model-parallel-size {size} --global-batch-size {batches[0]['tokens'].shape[0]}"
-    trainer = build_trainer(run_config(sizes, layout, *flags, world_size=size), batches)
+    trainer = build_prepared(run_config(sizes, layout, *flags, world_size=size), batches)
     return lambda: trainer.step().loss
 
 

@@ -21,10 +21,10 @@ from megatron_lite.config import Config
 from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
 from megatron_lite.parallel.clock import Span
 from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.training.run import build_run
 from tools.benchmarks.baseline_model import Sizes, random_batches
 from tools.benchmarks.comparison import Options, Row, Table, quartiles
 from tools.benchmarks.our_run import run_config
-from tools.benchmarks.our_step import build_model
 from tools.benchmarks.ranks import run_ranks
 
 # Schedule -> chunks a rank.
@@ -130,9 +130,11 @@ def measure(name: str, chunks: int, work: Sizes | Sleeps, microbatches: int, rep
         world_size=size,
     )
     mesh = build_mesh(config, torch.device("cpu"))
-    chunks_of_rank, pipeline = (
-        build_model(config, mesh) if isinstance(work, Sizes) else _sleeping_model(config, mesh, work)
-    )
+    if isinstance(work, Sizes):
+        run = build_run(config, mesh)
+        chunks_of_rank, pipeline = run.chunks, run.pipeline
+    else:
+        chunks_of_rank, pipeline = _sleeping_model(config, mesh, work)
     batch = random_batches(sizes, microbatches * sizes.micro_batch, 1)[0]
     for step in range(1 + repeats):
         pipeline.clock.keeping = step > 0

@@ -17,7 +17,7 @@ from tools.benchmarks.baseline_model import (
 )
 from tools.benchmarks.comparison import Options, Row, Table, refuse_unlike, speed, take_turns, torch_threads
 from tools.benchmarks.our_run import load_initial_weights, run_config
-from tools.benchmarks.our_step import PreparedBatches, build_trainer
+from tools.benchmarks.our_step import PreparedBatches, build_prepared
 from tools.benchmarks.peers import peer_steps
 
 THREADS = 2
@@ -40,7 +40,7 @@ def compare(sizes: Sizes, microbatches: int, options: Options) -> Table:
     config = run_config(sizes, f"--global-batch-size {global_batch} --train-iters 1000000")
     batches = random_batches(sizes, global_batch, BATCHES)
     with process_group(config, Environment()):
-        trainer = build_trainer(config, batches)
+        trainer = build_prepared(config, batches)
         steps: dict[str, Step] = {
             "bare": bare_step(sizes, batches, microbatches),
             "ours": lambda: trainer.step().loss,
