@@ -47,7 +47,7 @@ class ModelConfig(ExpertConfig):
     activation: str | None = flag(
         None,
         "ours: the MLP's activation by name; default gelu, or what --swiglu, --squared-relu or --quick-geglu says",
-        choices=tuple(ACTIVATIONS),
+        choices=ACTIVATIONS,
     )
     activation_func_clamp_value: float | None = flag(
         None,

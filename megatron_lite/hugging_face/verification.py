@@ -151,9 +151,7 @@ def their_logits(folder: Path, architecture: str, prompts: Sequence[Prompt]) -> 
         ConfigError: when transformers cannot load the folder, or finds tensors missing or left over.
     """
     transformers.utils.logging.disable_progress_bar()
-    kind = getattr(
-        transformers, architecture, transformers.AutoModelForCausalLM
-    )  # a class that a user registered
+    kind = getattr(transformers, architecture)
     try:
         model, loading = kind.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
