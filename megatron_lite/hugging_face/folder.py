@@ -5,6 +5,7 @@ Nothing in it is trusted: safetensors are read as plain bytes, .bin files by tor
 """
 
 import pickle
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _weight_files(path: Path) -> dict[str, Path]:
             return _indexed_files(path, path / index)
     for name in SINGLE_NAMES:
         if (path / name).is_file():
-            return dict.fromkeys(_names_in(path / name), path / name)
+            return dict.fromkeys(_open_weights(path / name).keys(), path / name)
     raise ConfigError(f"{path} holds no weights, wanted {' or '.join((*SINGLE_NAMES, *INDEX_NAMES))}")
 
 
@@ -189,14 +190,12 @@ def _indexed_files(path: Path, index: Path) -> dict[str, Path]:
             raise ConfigError(f"{index} names the file '{file}', wanted one in the same folder")
         if not (path / file).is_file():
             raise ConfigError(f"{index} names {file}, which does not exist")
-        absent = {name for name, other in places.items() if other == file} - set(_names_in(path / file))
+        absent = {name for name, other in places.items() if other == file} - set(
+            _open_weights(path / file).keys()
+        )
         if absent:
             raise ConfigError(f"{index} looks for {sorted(absent)[0]} in {file}, which does not hold it")
     return {name: path / file for name, file in places.items()}
-
-
-def _names_in(file: Path) -> list[str]:
-    return list(_open_weights(file).keys())
 
 
 def _open_weights(file: Path) -> Any:
@@ -207,24 +206,15 @@ def _open_weights(file: Path) -> Any:
         except (SafetensorError, OSError) as error:
             what = foreign_file(file, binary=True) or f": {error}"
             raise ConfigError(f"{file} is not a whole safetensors file{what}") from None
+    is_zip = zipfile.is_zipfile(file)  # the format of torch >= 1.6, the only one that can be memory-mapped
     try:
-        content = _load_pickled(file)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = "" if _is_zip(file) else foreign_file(file, binary=True)
+        what = "" if is_zip else foreign_file(file, binary=True)
         raise ConfigError(
             f"{file} is not a file of plain tensors (read with weights_only){what or f': {reason}'}"
         ) from None
     if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise ConfigError(f"{file} does not hold a dict of tensors")
     return content
-
-
-def _load_pickled(file: Path) -> Any:
-    """Only the zip format of torch >= 1.6 can be memory-mapped."""
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
-
-
-def _is_zip(file: Path) -> bool:
-    with file.open("rb") as start:
-        return start.read(2) == b"PK"

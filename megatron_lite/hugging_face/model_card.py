@@ -48,7 +48,7 @@ def model_card(
         name: of the folder.
         config, state: the checkpoint's configuration and train_state.
     """
-    model = config.model
+    model, training, optimizer = config.model, config.training, config.optimizer
     rows = {
         "layers, width, heads (key/value)": f"{model.num_layers}, {model.hidden_size}, "
         f"{model.num_attention_heads} ({model.num_query_groups})",
@@ -57,27 +57,17 @@ def model_card(
         "weights": dtype,
         "consumed samples": f"{state.get('consumed_samples', 0):,}",
         "consumed tokens": f"{state.get('consumed_tokens', 0):,}",
-        "global batch size": config.training.global_batch_size,
-        "optimizer": config.optimizer.optimizer,
-        "learning rate": f"{config.optimizer.lr} to {config.optimizer.min_lr}, {config.optimizer.lr_decay_style}",
-        "weight decay": config.optimizer.weight_decay,
-        "precision of training": "bf16"
-        if config.precision.bf16
-        else "fp16"
-        if config.precision.fp16
-        else "fp32",
-        "seed": config.training.seed,
     }
-    if not state.get("consumed_samples"):
-        for key in (
-            "global batch size",
-            "optimizer",
-            "learning rate",
-            "weight decay",
-            "precision of training",
-            "seed",
-        ):
-            rows.pop(key)
+    if state.get("consumed_samples"):
+        precision = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
+        rows |= {
+            "global batch size": training.global_batch_size,
+            "optimizer": optimizer.optimizer,
+            "learning rate": f"{optimizer.lr} to {optimizer.min_lr}, {optimizer.lr_decay_style}",
+            "weight decay": optimizer.weight_decay,
+            "precision of training": precision,
+            "seed": training.seed,
+        }
     paths = config.data.data_path or config.data.train_data_path or ()
     names = [word.replace("\\", "/").rsplit("/", 1)[-1] for word in paths]  # names, not places on one machine
     return TEMPLATE.format(

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_lite.config import ConfigError
 from megatron_lite.data.tokenizer import (
@@ -52,7 +53,7 @@ def write_tokenizer(
         shutil.copyfile(file, folder / file.name)
     if (folder / "tokenizer.json").exists():  # a Hugging Face folder: copied as it is
         if not (folder / "tokenizer_config.json").exists():
-            _write_settings(tokenizer, _text_of_ids(folder), folder, max_length, split_special=False)
+            _write_settings(tokenizer, folder, max_length, split_special=False)
         return True
     if isinstance(tokenizer, SentencePieceTokenizer):
         model = tokenizer.files()[0]
@@ -67,7 +68,7 @@ def write_tokenizer(
         end = core.id_to_token(tokenizer.eod)
         core.add_special_tokens([AddedToken(end, special=True, normalized=False)])
     core.save(str(folder / "tokenizer.json"))
-    _write_settings(tokenizer, _text_of_ids(folder), folder, max_length, True, fields)
+    _write_settings(tokenizer, folder, max_length, True, fields)
     return True
 
 
@@ -109,13 +110,8 @@ def _around_special(tokenizer: OurTokenizer, loaded: Any, text: str) -> Iterator
         yield f"{text} {name}{name} {text}"
 
 
-def _text_of_ids(folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
 def _write_settings(
     tokenizer: OurTokenizer,
-    core: Tokenizer,
     folder: Path,
     max_length: int,
     split_special: bool,
@@ -131,6 +127,7 @@ def _write_settings(
         "add_eos_token": False,
         "split_special_tokens": split_special,
     }
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
     numbers = tokenizer.special_ids | {"eos": tokenizer.eod}
     settings |= {f"{name}_token": core.id_to_token(number) for name, number in numbers.items()}
     settings |= fields or {}
@@ -142,8 +139,7 @@ def _convert_tiktoken(tokenizer: TikTokenTokenizer) -> Tokenizer:
     """Byte-level BPE whose merges are recovered from the ranks: each token is the union of the two parts that
     the tokens of lower rank leave of it."""
     encoding = tokenizer.encoding
-    # The library's own table of bytes: byte -> the character it stands for.
-    letters = _byte_letters()
+    letters = bytes_to_unicode()  # byte-level BPE's table: byte -> the character that stands for it
     ranks = {
         encoding.decode_single_token_bytes(i): i for i in range(tokenizer.num_special, tokenizer.vocab_size)
     }
@@ -176,11 +172,3 @@ def _parts(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts
-
-
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's table: printable bytes stand for themselves, the others for characters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in table]
-    return table | {byte: chr(256 + offset) for offset, byte in enumerate(others)}

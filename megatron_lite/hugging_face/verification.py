@@ -17,6 +17,7 @@ from megatron_lite.files.command_line import RunError, number
 from megatron_lite.hugging_face.family import Family
 from megatron_lite.model.loading import ReadTensor, load_chunk
 
+Prompts = dict[str, torch.Tensor]
 RANDOM_ROWS, RANDOM_LENGTH = 2, 64
 # Windows up to this many tokens are crossed by the prompts; a longer prompt would take minutes on a CPU.
 CROSSED_WINDOW = 1024
@@ -27,16 +28,8 @@ class VerificationError(RunError):
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Tokens [B, S] and what they are."""
-
-    name: str
-    tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """The largest difference of one prompt's logits, and where."""
+    """The largest difference of one prompt's logits, where, and how many next tokens agree."""
 
     name: str
     num_positions: int
@@ -106,8 +99,8 @@ def verify(
         )
 
 
-def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: int = 1) -> list[Prompt]:
-    """Random tokens over the whole vocabulary, and real ones.
+def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: int = 1) -> Prompts:
+    """Tokens [B, S] by name: random ones over the whole vocabulary, and real ones.
 
     Args:
         model: its limit of positions is kept, its window crossed where that is affordable.
@@ -118,15 +111,15 @@ def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: 
     length = min(limit, max(RANDOM_LENGTH, window + 16 if window <= CROSSED_WINDOW else 0))
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(0, model.vocab_size, (RANDOM_ROWS, length), generator=generator)
-    prompts = [Prompt("random tokens", random)]
+    prompts = {"random tokens": random}
     real = [token for text in texts for token in text if token < model.vocab_size][:length]
     if len(real) > 1:
-        prompts.append(Prompt("real text", torch.tensor([real])))
+        prompts["real text"] = torch.tensor([real])
     return prompts
 
 
 @torch.no_grad()
-def our_logits(model: ModelConfig, read: ReadTensor, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+def our_logits(model: ModelConfig, read: ReadTensor, prompts: Prompts) -> list[torch.Tensor]:
     """Logits [B, S, v] of each prompt, fp32, with one layer in memory at a time.
 
     Args:
@@ -134,7 +127,7 @@ def our_logits(model: ModelConfig, read: ReadTensor, prompts: Sequence[Prompt]) 
     """
     plain = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     embedding = load_chunk(plain, (), read, has_lm_head=False)
-    states = [embedding(prompt.tokens) for prompt in prompts]
+    states = [embedding(tokens) for tokens in prompts.values()]
     del embedding
     for index in range(model.num_layers):
         layer = load_chunk(plain, (index,), read, has_embedding=False, has_lm_head=False)
@@ -144,7 +137,7 @@ def our_logits(model: ModelConfig, read: ReadTensor, prompts: Sequence[Prompt]) 
 
 
 @torch.no_grad()
-def their_logits(folder: Path, architecture: str, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+def their_logits(folder: Path, architecture: str, prompts: Prompts) -> list[torch.Tensor]:
     """Logits [B, S, v] of each prompt by transformers, which loads the folder as any user would, in fp32.
 
     Raises:
@@ -163,21 +156,21 @@ def their_logits(folder: Path, architecture: str, prompts: Sequence[Prompt]) -> 
         if loading[problem]:
             raise ConfigError(f"transformers loads {folder} with {problem}: {sorted(loading[problem])[:4]}")
     model.eval()
-    return [model(prompt.tokens, use_cache=False).logits for prompt in prompts]
+    return [model(tokens, use_cache=False).logits for tokens in prompts.values()]
 
 
 def compare(
-    prompts: Sequence[Prompt], ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
+    prompts: Prompts, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
 ) -> list[Comparison]:
     """One comparison a prompt; logits [B, S, v] of both sides."""
     results = []
-    for prompt, a, b in zip(prompts, ours, theirs):
+    for (name, tokens), a, b in zip(prompts.items(), ours, theirs):
         assert a.shape == b.shape, (a.shape, b.shape)
         difference = (a - b).abs().amax(dim=(0, 2)).nan_to_num(nan=float("inf"))  # [S]
         results.append(
             Comparison(
-                name=prompt.name,
-                num_positions=prompt.tokens.numel(),
+                name=name,
+                num_positions=tokens.numel(),
                 largest=difference.max().item(),
                 position=int(difference.argmax()),
                 scale=b.abs().max().item(),
