@@ -157,9 +157,9 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     values["add_qkv_bias"] = model.add_qkv_bias and model.disable_bias_linear
     if model.window_size and model.window_size[0] < 0:
         values["window_size"] = None
-    idle = () if model.use_rope_scaling else ("rope_scaling",)
-    if model.position_embedding_type != "rope":
-        idle = ("rope_", "rotary_", "use_rope_")
+    idle = () if model.num_experts else ("moe_",)
+    idle += () if model.use_rope_scaling else ("rope_scaling",)
+    idle += () if model.position_embedding_type == "rope" else ("rope_", "rotary_", "use_rope_")
     return {name: value for name, value in values.items() if not name.startswith(idle)}
 
 

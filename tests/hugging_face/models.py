@@ -74,7 +74,8 @@ def _cases():
                 yield f"{name}-{heads}-{'tied' if tied else 'untied'}", kind, settings
     for tied in (False, True):
         yield f"gpt2-{'tied' if tied else 'untied'}", "GPT2Config", GPT2 | {"tie_word_embeddings": tied}
-    yield "gpt2-squared-relu", "GPT2Config", GPT2 | {"activation_function": "relu2"}
+    for name in ("relu2", "gelu"):
+        yield f"gpt2-{name}", "GPT2Config", GPT2 | {"activation_function": name}
 
 
 CASES = {name: (kind, settings) for name, kind, settings in _cases()}

@@ -140,7 +140,7 @@ REFUSED = {
         QWEN | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         ["max_window_layers = 1", "in all layers or in none"],
     ),
-    "gpt2 activation": (GPT2 | {"activation_function": "gelu"}, ["activation_function = 'gelu'"]),
+    "gpt2 activation": (GPT2 | {"activation_function": "mish"}, ["activation_function = 'mish'"]),
     "gpt2 scale": (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
     "too many layer types": (
         QWEN | {"layer_types": ["full_attention"] * 5},
