@@ -9,8 +9,8 @@ damaged file, or a token id beyond the vocabulary, is one sentence with file and
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,25 +24,6 @@ from megatron_lite.files.writing import write_aside
 PIECE = 1 << 22  # tokens looked at in one go
 BAR = 40  # characters of the longest bar of a histogram
 MAX_COUNTED_ID = 1 << 24  # ids beyond are of no vocabulary; counting them would take memory without bound
-
-
-@dataclass
-class Facts:
-    """What was found in one dataset."""
-
-    prefix: str
-    dtype: str
-    documents: int
-    empty_documents: int
-    sequences: int
-    tokens: int
-    max_token_id: int | None
-    shortest: int  # document, in tokens
-    median: float
-    mean: float
-    longest: int
-    documents_ended_by_eod: int | None
-    eod_inside_documents: int | None
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
@@ -62,48 +43,36 @@ def pieces(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
             first += len(tokens)
 
 
-def check_tokens(dataset: IndexedDataset, lengths: np.ndarray, limit: int, known: bool) -> np.ndarray:
-    """Count every token id: int64 [highest id + 1].
-
-    Args:
-        limit: the first id that is too large; `known` says that it is a vocabulary's size.
+def check_tokens(
+    dataset: IndexedDataset, lengths: np.ndarray, vocab_size: int | None, eod: int | None
+) -> tuple[np.ndarray, int]:
+    """Count every token id: int64 [highest id + 1]; and the documents whose last token is `eod`.
 
     Raises:
         ConfigError: an id is negative, not whole or too large; names file, document and position.
     """
     counts = np.zeros(0, np.int64)
+    limit, ends, ended = vocab_size or MAX_COUNTED_ID, np.cumsum(lengths), 0
+    last = ends[lengths > 0] - 1
     for first, tokens in pieces(dataset):
         wrong = (tokens < 0) | (tokens >= limit)
         if tokens.dtype.kind == "f":
             wrong |= tokens != np.floor(tokens)
         if wrong.any():
             position = first + int(np.argmax(wrong))
-            ends = np.cumsum(lengths)
             document = int(np.searchsorted(ends, position, side="right"))
             inside = position - int(ends[document] - lengths[document])
-            of = "the vocabulary" if known else "any vocabulary; give --vocab-size or a tokenizer"
+            of = "the vocabulary" if vocab_size else "any vocabulary; give --vocab-size or a tokenizer"
             raise ConfigError(
                 f"{dataset.bin_path}: document {document:,}, token {inside:,} is {tokens[position - first]:,}, "
                 f"wanted 0 to {limit - 1:,}, the ids of {of}"
             )
-        found = np.bincount(tokens.astype(np.int64))
-        if len(found) > len(counts):
-            found[: len(counts)] += counts
-            counts = found
-        else:
-            counts[: len(found)] += found
-    return counts
-
-
-def count_eod(dataset: IndexedDataset, lengths: np.ndarray, eod: int) -> tuple[int, int]:
-    """(documents whose last token is eod, eods that stand elsewhere)."""
-    last = np.cumsum(lengths)[lengths > 0] - 1
-    at_end = total = 0
-    for first, tokens in pieces(dataset):
-        total += int(np.count_nonzero(tokens == eod))
+        piece = np.bincount(tokens.astype(np.int64), minlength=len(counts))
+        piece[: len(counts)] += counts
+        counts = piece
         inside = last[np.searchsorted(last, first) : np.searchsorted(last, first + len(tokens))] - first
-        at_end += int(np.count_nonzero(tokens[inside] == eod))
-    return at_end, total - at_end
+        ended += int(np.count_nonzero(tokens[inside] == eod))
+    return counts, ended
 
 
 def unigram_loss(dataset: IndexedDataset, vocab_size: int, split: str) -> tuple[float, str]:
@@ -177,35 +146,34 @@ def print_samples(
         print("    " + tokenizer.decode(tokens.tolist()).replace("\n", "\n    "))
 
 
-def inspect(prefix: str, arguments: Namespace, tokenizer: Tokenizer | None) -> Facts:
-    """Check one dataset in full and print what is in it. Raises ConfigError."""
+def inspect(prefix: str, arguments: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Check one dataset in full and print what is in it; returns the facts for --json. Raises ConfigError."""
     dataset = IndexedDataset(prefix)
     lengths = document_lengths(dataset)
     vocab_size = tokenizer.vocab_size if tokenizer else arguments.vocab_size
-    counts = check_tokens(dataset, lengths, vocab_size or MAX_COUNTED_ID, vocab_size is not None)
-    ended = count_eod(dataset, lengths, tokenizer.eod) if tokenizer else (None, None)
+    eod = tokenizer.eod if tokenizer else None
+    counts, ended = check_tokens(dataset, lengths, vocab_size, eod)
     filled = lengths[lengths > 0] if lengths.any() else np.zeros(1, np.int64)
-    facts = Facts(
-        prefix=prefix,
-        dtype=dataset.dtype.name,
-        documents=len(lengths),
-        empty_documents=int(np.count_nonzero(lengths == 0)),
-        sequences=len(dataset),
-        tokens=int(lengths.sum()),
-        max_token_id=len(counts) - 1 if len(counts) else None,
-        shortest=int(filled.min()),
-        median=float(np.median(filled)),
-        mean=float(filled.mean()),
-        longest=int(filled.max()),
-        documents_ended_by_eod=ended[0],
-        eod_inside_documents=ended[1],
-    )
+    facts = {
+        "prefix": prefix,
+        "dtype": dataset.dtype.name,
+        "documents": len(lengths),
+        "empty_documents": int(np.count_nonzero(lengths == 0)),
+        "sequences": len(dataset),
+        "tokens": int(lengths.sum()),
+        "max_token_id": len(counts) - 1 if len(counts) else None,
+        "shortest": int(filled.min()),  # document, in tokens
+        "median": float(np.median(filled)),
+        "mean": float(filled.mean()),
+        "longest": int(filled.max()),
+        "documents_ended_by_eod": ended if tokenizer else None,
+        "eod_inside_documents": int(counts[eod : eod + 1].sum()) - ended if tokenizer else None,
+    }
     print_facts(facts)
     if arguments.unigram_loss:
         loss, judged = unigram_loss(dataset, vocab_size or len(counts), arguments.split)
-        print(
-            f"unigram loss          {loss:.4f} nats a token on the {judged} part of --split {arguments.split}"
-        )
+        where = f"on the {judged} part of --split {arguments.split}"
+        print(f"unigram loss          {loss:.4f} nats a token {where}")
     print_histogram(lengths)
     if arguments.png:
         draw_histogram(lengths, arguments.png)
@@ -215,31 +183,30 @@ def inspect(prefix: str, arguments: Namespace, tokenizer: Tokenizer | None) -> F
     return facts
 
 
-def print_facts(facts: Facts) -> None:
+def print_facts(facts: dict[str, Any]) -> None:
     """The counts, a line each."""
-    print(f"{facts.prefix}.bin, .idx: whole, every token id looked at")
-    empty = f", {facts.empty_documents:,} of them without tokens" if facts.empty_documents else ""
-    print(f"documents             {facts.documents:,}{empty}, {facts.sequences:,} sequences")
-    highest = "none" if facts.max_token_id is None else f"{facts.max_token_id:,}"
-    print(f"tokens                {facts.tokens:,} of {facts.dtype}, highest id {highest}")
-    print(
-        f"tokens in a document  {facts.shortest:,} to {facts.longest:,}, median {facts.median:,.1f}, "
-        f"mean {facts.mean:,.1f}"
-    )
-    if facts.documents_ended_by_eod is not None:
-        print(
-            f"ended by eod          {facts.documents_ended_by_eod:,} documents; "
-            f"{facts.eod_inside_documents:,} eods stand elsewhere"
+    lines = [
+        "{prefix}.bin, .idx: whole, every token id looked at",
+        "documents             {documents:,}{empty}, {sequences:,} sequences",
+        "tokens                {tokens:,} of {dtype}, highest id {highest}",
+        "tokens in a document  {shortest:,} to {longest:,}, median {median:,.1f}, mean {mean:,.1f}",
+    ]
+    if facts["documents_ended_by_eod"] is not None:
+        lines.append(
+            "ended by eod          {documents_ended_by_eod:,} documents; {eod_inside_documents:,} eods stand elsewhere"
         )
+    empty = f", {facts['empty_documents']:,} of them without tokens" if facts["empty_documents"] else ""
+    highest = "none" if facts["max_token_id"] is None else f"{facts['max_token_id']:,}"
+    print("\n".join(lines).format(**facts, empty=empty, highest=highest))
 
 
-def print_shares(facts: Sequence[Facts], weights: Sequence[float] | None) -> None:
+def print_shares(facts: Sequence[dict[str, Any]], weights: Sequence[float] | None) -> None:
     """Tokens of each source, its part of the whole and its weight in the blend."""
-    total = sum(item.tokens for item in facts)
+    total = sum(item["tokens"] for item in facts)
     print(f"{'tokens':>17s} {'share':>7s} {'weight':>7s} source")
     for index, item in enumerate(facts):
         weight = f"{weights[index]:.4f}" if weights else "-"
-        print(f"{item.tokens:>17,} {item.tokens / max(total, 1):>7.2%} {weight:>7s} {item.prefix}")
+        print(f"{item['tokens']:>17,} {item['tokens'] / max(total, 1):>7.2%} {weight:>7s} {item['prefix']}")
     print(f"{total:>17,} {'':>7s} {'':>7s} together")
 
 
@@ -273,7 +240,7 @@ def main(argv: Sequence[str]) -> None:
     if len(facts) > 1:
         print_shares(facts, blend.weights)
     if arguments.json:
-        write_aside(arguments.json, [asdict(item) for item in facts])
+        write_aside(arguments.json, facts)
 
 
 if __name__ == "__main__":

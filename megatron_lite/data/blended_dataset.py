@@ -21,7 +21,6 @@ class BlendedDataset(Samples):
         self.entry = entry
         # Not how many samples there are: a longer run reads the same ones first, unless a source's own order changes.
         self.fingerprint = entry.about["content"][:16]
-        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.entry.about["samples"]
@@ -31,28 +30,18 @@ class BlendedDataset(Samples):
         return [name for source in self.sources for name in source.source_names]
 
     def source_of(self, index: int) -> int:
-        return int(self._mapped()[0][index])
+        return int(self.entry.arrays["dataset_index"][index])
 
     def place(self, index: int) -> tuple[Samples, int]:
         """The source of a sample, and the sample's number in it."""
-        dataset_index, sample_index = self._mapped()
-        return self.sources[dataset_index[index]], int(sample_index[index])
-
-    def _mapped(self) -> tuple[np.ndarray, np.ndarray]:
-        if self._arrays is None:  # on first use
-            arrays = self.entry.arrays
-            self._arrays = (arrays["dataset_index"], arrays["dataset_sample_index"])
-        return self._arrays
+        arrays = self.entry.arrays
+        return self.sources[arrays["dataset_index"][index]], int(arrays["dataset_sample_index"][index])
 
     def read(self, index: int, out: np.ndarray) -> int:
         source, number = self.place(index)
         return source.read(number, out)
 
-    def locate(self, index: int) -> str:
-        source, number = self.place(index)
-        return source.locate(number)
-
-    def find_token(self, index: int, position: int) -> str:
+    def find_token(self, index: int, position: int = 0) -> str:
         source, number = self.place(index)
         return source.find_token(number, position)
 

@@ -57,7 +57,6 @@ class GPTDataset(Samples):
         self.entry = entry
         facts = {key: value for key, value in entry.about.items() if key != "documents"}
         self.fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-        self._arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.entry.about["samples"]
@@ -70,35 +69,24 @@ class GPTDataset(Samples):
         sequences, offset = self._span(index)
         return self.source.gather(sequences, offset, out)
 
-    def locate(self, index: int) -> str:
+    def find_token(self, index: int, position: int = 0) -> str:
         sequences, offset = self._span(index)
-        return f"{self.source.path_prefix}.bin: sequence {sequences[0]}, token {offset}"
-
-    def find_token(self, index: int, position: int) -> str:
-        sequences, offset = self._span(index)
+        lengths, boundaries = self.source.sequence_lengths, self.source.document_indices
         position += offset
         for sequence in sequences.tolist():
-            length = int(self.source.sequence_lengths[sequence])
-            if position < length:
+            if position < lengths[sequence]:
                 break
-            position -= length
+            position -= int(lengths[sequence])
         document = self.source.document_of(sequence)
-        before = int(
-            self.source.sequence_lengths[int(self.source.document_indices[document]) : sequence].sum(
-                dtype=np.int64
-            )
-        )
+        before = int(lengths[int(boundaries[document]) : sequence].sum(dtype=np.int64))
         return f"{self.source.path_prefix}.bin: document {document:,}, token {before + position:,}"
 
     def _span(self, index: int) -> tuple[np.ndarray, int]:
         """The sequences that a sample reads from, in order, and the token of the first one where it begins."""
-        if self._arrays is None:  # mapped on first use
-            arrays = self.entry.arrays
-            self._arrays = (arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"])
-        documents, samples, shuffle = self._arrays
-        place = int(shuffle[index])
-        first, offset, last, _ = samples[place : place + 2].ravel().tolist()
-        return documents[first : last + 1], offset
+        arrays = self.entry.arrays  # mapped on first use
+        place = int(arrays["shuffle_index"][index])
+        first, offset, last, _ = arrays["sample_index"][place : place + 2].ravel().tolist()
+        return arrays["document_index"][first : last + 1], offset
 
 
 def build_entry(
@@ -114,7 +102,7 @@ def build_entry(
     def build() -> tuple[dict[str, Any], Arrays]:
         lengths = np.ascontiguousarray(source.sequence_lengths)
         tokens = int(lengths[part.first : part.stop].sum(dtype=np.int64))
-        check_size(part, tokens, options)
+        _check_size(part, tokens, options)
         plan = plan_epochs(tokens, part.num_samples, length, extra, part.keep_partial)
         random = np.random.RandomState(seed)
         order = build_document_index(part.first, part.stop, plan, random)
@@ -122,7 +110,10 @@ def build_entry(
         shuffle = build_shuffle_index(plan, random)
         about = {
             "sequences": [part.first, part.stop],
-            "documents": _count_documents(source, part),
+            # Those that begin in the part; empty ones at its end are not counted.
+            "documents": int(
+                np.diff(np.searchsorted(source.document_indices[:-1], (part.first, part.stop)))[0]
+            ),
             "tokens": tokens,
             "epochs": plan.num_epochs,
             "samples": plan.num_samples,
@@ -141,8 +132,7 @@ def build_entry(
     return cache.get(description, lambda: source.lengths_hash, build, store)
 
 
-def check_size(part: Part, tokens: int, options: SampleOptions) -> None:
-    """Raise ConfigError when a part of a source cannot give one sample."""
+def _check_size(part: Part, tokens: int, options: SampleOptions) -> None:
     if part.stop <= part.first:
         raise ConfigError("has no document")
     needed = 1 + options.extra_token if part.keep_partial else options.text_length
@@ -151,12 +141,6 @@ def check_size(part: Part, tokens: int, options: SampleOptions) -> None:
             f"has {tokens:,} tokens in {part.stop - part.first:,} documents, wanted at least {needed:,} for one "
             f"sample of --seq-length {options.sequence_length:,}"
         )
-
-
-def _count_documents(source: TokenSource, part: Part) -> int:
-    """Documents that begin in a part (empty ones at its end not counted)."""
-    begins = source.document_indices[:-1]
-    return int(np.searchsorted(begins, part.stop) - np.searchsorted(begins, part.first))
 
 
 def check_token_ids(source: TokenSource, vocab_size: int, places: int = 64, length: int = 4096) -> None:

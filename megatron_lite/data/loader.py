@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -27,9 +28,8 @@ from megatron_lite.data.samples import Samples
 _AHEAD_PER_WORKER = 2  # microbatches; Megatron's (torch's) prefetch factor
 _FIRST_WARNING_S = 30.0
 _LEAVE_S = 5.0  # a worker in a healthy read is through by then; one that hangs is left behind
-_TIMEOUT_SHARE = (
-    0.8  # of --distributed-timeout-minutes: this rank's own error has to come before its peers' timeout
-)
+# Of --distributed-timeout-minutes: this rank's own error has to come before its peers' timeout.
+_TIMEOUT_SHARE = 0.8
 
 Tensors = dict[str, torch.Tensor]
 
@@ -87,13 +87,8 @@ class Loader:
         self._work: queue.SimpleQueue[_Microbatch | None] = queue.SimpleQueue()
         # Without read-ahead one thread still does the reading, so that a read that hangs can be named.
         self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(self._work, dataset, self._device),
-                name=f"loader-{dataset.name}-{i}",
-                daemon=True,
-            )
-            for i in range(max(1, self._num_workers))
+            threading.Thread(target=_serve, args=(self._work, dataset, self._device), daemon=True)
+            for _ in range(max(1, self._num_workers))
         ]
         for thread in self._threads:
             thread.start()
@@ -161,35 +156,29 @@ class Loader:
     def _wait(self, microbatch: "_Microbatch") -> Tensors:
         started, warn_at = time.monotonic(), min(_FIRST_WARNING_S, self._timeout / 2)
         line = f"data-parallel rank {self._rank}: no data of the {self._dataset.name} set"
-        first_line = True
-        while not microbatch.done.wait(max(0.0, started + min(warn_at, self._timeout) - time.monotonic())):
+        where = ""
+        while not wait([microbatch.made], max(0.0, started + warn_at - time.monotonic())).done:
             waited = time.monotonic() - started
-            # Only the second line says where: finding out reads the index, which may hang as well.
-            where = "" if first_line else f", {self._where(microbatch)}"
             if waited >= self._timeout:
                 raise LoaderStalledError(f"{line} for {waited:.0f} s{where}")
             self._warn(f"warning: {line} for {waited:.0f} s: samples {microbatch.indices}{where}")
-            warn_at, first_line = min(2 * waited, self._timeout), False
-        if microbatch.error is not None:
-            raise microbatch.error
-        return microbatch.tensors
+            # Only the second line says where: finding out reads the index, which may hang as well.
+            warn_at, where = min(2 * waited, self._timeout), f", {self._where(microbatch)}"
+        return microbatch.made.result()
 
     def _where(self, microbatch: "_Microbatch") -> str:
-        if not microbatch.begun:
+        if not microbatch.made.running():
             return "the workers are busy with samples before these"
-        places = [self._dataset.locate(index) for index in microbatch.indices if index is not None]
+        places = [self._dataset.find_token(index) for index in microbatch.indices if index is not None]
         return f"reading {'; '.join(places)}"
 
 
 class _Microbatch:
-    """One microbatch on its way through a worker."""
+    """The samples of one microbatch, and its tensors when a worker has made them."""
 
     def __init__(self, indices: list[int | None]):
         self.indices = indices
-        self.begun = False
-        self.done = threading.Event()
-        self.tensors: Tensors = {}
-        self.error: BaseException | None = None
+        self.made: Future[Tensors] = Future()
 
 
 def _serve(work: "queue.SimpleQueue[_Microbatch | None]", dataset: Samples, device: torch.device) -> None:
@@ -197,16 +186,15 @@ def _serve(work: "queue.SimpleQueue[_Microbatch | None]", dataset: Samples, devi
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread starts on device 0, and pinning would make a context there
     while (microbatch := work.get()) is not None:
-        microbatch.begun = True
+        microbatch.made.set_running_or_notify_cancel()
         try:
             arrays = dataset.batch(microbatch.indices)
             tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
             if device.type == "cuda":
                 tensors = {key: tensor.pin_memory() for key, tensor in tensors.items()}
-            microbatch.tensors = tensors
+            microbatch.made.set_result(tensors)
         except BaseException as error:  # noqa: BLE001  it belongs to the one who waits for the data
-            microbatch.error = error
-        microbatch.done.set()
+            microbatch.made.set_exception(error)
 
 
 def _stop(work: "queue.SimpleQueue[_Microbatch | None]", threads: list[threading.Thread]) -> None:

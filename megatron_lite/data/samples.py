@@ -14,7 +14,7 @@ from megatron_lite.config import ConfigError
 
 _PAD = -1  # no token: behind the end of a short last sample
 
-Batch = dict[str, np.ndarray]
+Rows = dict[str, np.ndarray]  # by the name of what is in them
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,7 @@ class Samples(ABC):
         """Write the token ids of sample `index` to `out` [text_length]; returns how many there were."""
 
     @abstractmethod
-    def locate(self, index: int) -> str:
-        """Where sample `index` comes from: file, sequence, token. For messages."""
-
-    @abstractmethod
-    def find_token(self, index: int, position: int) -> str:
+    def find_token(self, index: int, position: int = 0) -> str:
         """Where token `position` of sample `index` comes from: file, document, place in it. For messages."""
 
     @property
@@ -81,13 +77,13 @@ class Samples(ABC):
         """Which of `source_names` sample `index` comes from."""
         return 0
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> Rows:
         """One sample: tokens and labels, int64 [S]; position_ids, document_ids int64 [S] where asked for."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: sample {index} of {len(self)}")
         return {key: rows[0] for key, rows in self.batch([index]).items()}
 
-    def batch(self, indices: Sequence[int | None]) -> Batch:
+    def batch(self, indices: Sequence[int | None]) -> Rows:
         """The samples `indices` [B], each array int64 [B, S]; None stands for a sample without any loss.
 
         Raises:
@@ -117,10 +113,7 @@ class Samples(ABC):
     def _check(self, indices: Sequence[int | None], tokens: np.ndarray, labels: np.ndarray) -> None:
         vocab_size = self.options.vocab_size
         # As unsigned numbers the negative ones are huge: one pass finds both kinds, and padding.
-        if (
-            max(tokens.view(np.uint64).max(initial=0), labels[:, -1].view(np.uint64).max(initial=0))
-            < vocab_size
-        ):
+        if all(ids.view(np.uint64).max(initial=0) < vocab_size for ids in (tokens, labels[:, -1])):
             return
         text = np.empty(self.options.text_length, dtype=np.int64)
         for index in indices:
@@ -133,7 +126,7 @@ class Samples(ABC):
                 )
 
 
-def mask(tokens: np.ndarray, labels: np.ndarray, options: SampleOptions, whole: bool = False) -> Batch:
+def mask(tokens: np.ndarray, labels: np.ndarray, options: SampleOptions, whole: bool = False) -> Rows:
     """tokens, labels and, where asked for, position_ids and document_ids, int64 [B, S] each.
 
     Args:

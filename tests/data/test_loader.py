@@ -37,10 +37,7 @@ class Numbered(Samples):
         out[:] = 1000 * index + np.arange(len(out))
         return len(out)
 
-    def locate(self, index):
-        return f"file {index}"
-
-    def find_token(self, index, position):
+    def find_token(self, index, position=0):
         return f"file {index}: document 0, token {position}"
 
 

@@ -47,10 +47,7 @@ class Rows(Samples):
         out[: len(self.rows[index])] = self.rows[index]
         return len(self.rows[index])
 
-    def locate(self, index):
-        return f"row {index}"
-
-    def find_token(self, index, position):
+    def find_token(self, index, position=0):
         return f"row {index}, token {position}"
 
 
