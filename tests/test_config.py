@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 
 from megatron_lite.arguments.checks import check_ranges
-from megatron_lite.arguments.input_checks import data_prefixes
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import CONCERNS, Config, ConfigError
 from megatron_lite.distributed.environment import Environment
@@ -206,7 +205,7 @@ CONTRADICTIONS = [
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4 "
         "--microbatch-group-size-per-virtual-pipeline-stage 1",
         2,
-        ["--microbatch-group-size-per-virtual-pipeline-stage 1 is less"],
+        ["is more than --microbatch-group-size-per-virtual-pipeline-stage 1"],
     ),
     (
         "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4 --global-batch-size 2",
@@ -223,7 +222,7 @@ CONTRADICTIONS = [
     ("--train-data-path x --valid-data-path y", 1, ["--mock-data and --train-data-path/--valid-data-path"]),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, ["GPT2BPETokenizer needs --merge-file"]),
     ("--tokenizer-type HuggingFaceTokenizer", 1, ["HuggingFaceTokenizer needs --tokenizer-model"]),
-    ("--ckpt-step 5", 1, ["--ckpt-step needs --load"]),
+    ("--ckpt-step 5", 1, ["--ckpt-step 5 needs --load"]),
     ("--save s --save-interval 10 --save-retain-interval 15", 1, ["--save-retain-interval 15", "is 10"]),
     (
         "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
@@ -313,21 +312,6 @@ def test_missing_files_are_named_with_their_flag(tmp_path):
     ).data.data_path
 
 
-@pytest.mark.parametrize(
-    ("words", "prefixes"),
-    [
-        (["a"], ["a"]),
-        (["a", "b"], ["a", "b"]),
-        (["0.3", "a", "0.7", "b"], ["a", "b"]),
-        (["1", "2"], ["2"]),
-        (["a", "b", "c"], ["a", "b", "c"]),
-        (["0.3", "a", "x", "b"], ["0.3", "a", "x", "b"]),
-    ],
-)
-def test_prefixes(words, prefixes):
-    assert data_prefixes(words) == prefixes
-
-
 # ---- notes
 
 
@@ -378,7 +362,10 @@ def test_a_refusal_names_the_flag_that_was_given():
     [
         ("--data-path 0 a 1 b", "--data-path: the weight of a is 0, wanted a number above 0"),
         ("--data-path 0.3 a 0.7", "--data-path ends with the weight 0.7, wanted a prefix"),
-        ("--valid-data-path a", "--valid-data-path: no data for train, wanted some, or --skip-train"),
+        (
+            "--valid-data-path a",
+            "--valid-data-path gives training nothing, wanted data to train on, or --skip-train",
+        ),
         ("--per-split-data-args-path {}", "valid is 3, wanted a list of words"),
         ("--data-args-path /nowhere", None),  # a plan is made where the data need not be
     ],

@@ -19,7 +19,7 @@ from megatron_lite.arguments.megatron_flags import ACCEPTED, DEFAULTS, RENAMED, 
 from megatron_lite.arguments.resolve import complete, merge_stored, place
 from megatron_lite.arithmetic.layer_pattern import parse_layer_pattern
 from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
-from megatron_lite.config.declare import finite_number, flag_of, whole_number
+from megatron_lite.config.declare import finite_number, flag_of, in_words, whole_number
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.files.command_line import guarded
 from megatron_lite.files.foreign_files import foreign_file
@@ -132,7 +132,7 @@ def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> 
     if options.get("no_effect"):
         text = argparse.SUPPRESS
     else:
-        default = "" if item.default in (None, False, ()) else f" (default {_shown(item.default)})"
+        default = "" if item.default in (None, False, ()) else f" (default {in_words(item.default)})"
         text = (options["help"] + default).replace("%", "%%")
     if annotation is bool:
         group.add_argument(*names, dest=item.name, action="store_true", help=text)
@@ -146,16 +146,6 @@ def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> 
         choices=options.get("choices"),
         help=text,
         metavar=None if "choices" in options else {int: "N", float: "X"}.get(_scalar(annotation), "TEXT"),
-    )
-
-
-def _shown(value: Any) -> str:
-    return (
-        " ".join(map(str, value))
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
     )
 
 

@@ -1,6 +1,5 @@
 """Derived values: what the flags that were not given become. What contradicts itself is refused in cross_checks."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -14,9 +13,8 @@ from megatron_lite.arithmetic.pipeline_layout import parse_layout
 from megatron_lite.config import CONCERNS, Config, ConfigError, experts
 from megatron_lite.config.data import TOKENIZER_FLAGS
 from megatron_lite.config.declare import flag_of
+from megatron_lite.data.blends import DEFAULT_SPLIT, split_words
 from megatron_lite.distributed.environment import Environment
-
-_MEGATRON_SPLIT = "969,30,1"
 
 # Model flags that may differ from the checkpoint's: they change how it trains, not what its weights mean.
 _TRAINING_ONLY = {
@@ -242,18 +240,17 @@ def _chunks_of(layers: int, size: int, per_stage: int) -> int:
 
 def _complete_data(config: Config) -> Config:
     data = config.data
-    split = data.split
     by_split = (
         data.train_data_path,
         data.valid_data_path,
         data.test_data_path,
         data.per_split_data_args_path,
     )
-    per_split = any(path is not None for path in by_split)
-    if split is None and not per_split:
-        split = _MEGATRON_SPLIT
-    elif split is not None:
-        split = normal_split(split)
+    split = data.split
+    if split is None and not any(path is not None for path in by_split):
+        split = DEFAULT_SPLIT
+    if split is not None:
+        split = ",".join(split_words(split))
     kind, notes = data.tokenizer_type, []
     if kind is None and (data.vocab_file or data.merge_file):
         kind = "GPT2BPETokenizer"  # the default of Megatron's pretrain_gpt.py
@@ -264,24 +261,6 @@ def _complete_data(config: Config) -> Config:
         config, "data", split=split, tokenizer_type=kind, dataloader_type=data.dataloader_type or "single"
     )
     return _noted(config, notes)
-
-
-def normal_split(text: str) -> str:
-    """--split as three weights 'a,b,c': quotes and spaces left out, '/' for ',', missing last ones 0."""
-    words = re.split(r"\s*[,/]\s*|\s+", text.strip("'\" \t"))
-    try:
-        weights = [float(word) for word in words]
-    except ValueError:
-        weights = []
-    good = (
-        1 <= len(weights) <= 3 and all(0 <= weight < float("inf") for weight in weights) and sum(weights) > 0
-    )
-    if not good:
-        raise ConfigError(
-            f"--split is '{text}', wanted up to three weights for train,valid,test, none negative, not all zero, "
-            f"for example {_MEGATRON_SPLIT}"
-        )
-    return ",".join((words + ["0", "0"])[:3])
 
 
 def _complete_training(config: Config) -> Config:

@@ -128,6 +128,11 @@ def _counts(config: Config, ranks: tuple[int, ...], costs: ModelCosts) -> list[i
         "--account-for-embedding/loss-in-pipeline-split" if embedding or head else None,
         because="each says where the layers go",
     )
+    refuse_together(
+        "--num-layers-per-virtual-pipeline-stage" if parallel.num_layers_per_virtual_pipeline_stage else None,
+        "--decoder-first/last-pipeline-num-layers" if uneven else None,
+        because="the one makes all chunks equal; --num-virtual-stages-per-pipeline-rank goes with the other",
+    )
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     if layout is not None:
         return _counts_of_layout(layout, num_layers, parallel.pipeline_model_parallel_size, chunks)

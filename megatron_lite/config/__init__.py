@@ -5,33 +5,15 @@ the dataclass and nowhere else. Names, meanings and defaults are Megatron's; the
 help. A field that is None in a fresh object gets its value from the others in `megatron_lite.arguments.resolve`.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from megatron_lite.config.data import DataConfig
-from megatron_lite.config.declare import ConfigError, check_stored, flag, refuse_together
+from megatron_lite.config.declare import ConfigError, check_stored, flag_of, in_words, refuse_together
 from megatron_lite.config.model import ModelConfig, PrecisionConfig
 from megatron_lite.config.output import CheckpointConfig, CommandConfig, LoggingConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.training import EvaluationConfig, OptimizerConfig, TrainingConfig
-
-__all__ = [
-    "CONCERNS",
-    "CheckpointConfig",
-    "CommandConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "EvaluationConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "TrainingConfig",
-    "flag",
-    "refuse_together",
-]
 
 
 @dataclass(frozen=True)
@@ -50,6 +32,20 @@ class Config:
     command: CommandConfig = CommandConfig()
     given: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+
+    def value(self, name: str) -> Any:
+        """The value of a field, whichever concern has it."""
+        return getattr(getattr(self, FIELDS[name][0]), name)
+
+    def is_set(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        return self.value(name) != FIELDS[name][1].default
+
+    def shown(self, name: str) -> str:
+        """A field's flag with its value: '--num-layers 4'; of a switch, or without a value, the flag alone."""
+        value = self.value(name)
+        flag = flag_of(FIELDS[name][1])
+        return flag if value is None or isinstance(value, bool) else f"{flag} {in_words(value)}"
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """{concern: {field: value}} in plain JSON types (tuples become lists)."""
@@ -83,15 +79,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
+# Concern -> its dataclass, as Config's fields say.
 CONCERNS: dict[str, type] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "optimizer": OptimizerConfig,
-    "evaluation": EvaluationConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "command": CommandConfig,
+    item.name: type(item.default) for item in fields(Config) if is_dataclass(item.default)
 }
+FIELDS = {item.name: (name, item) for name, concern in CONCERNS.items() for item in fields(concern)}

@@ -44,6 +44,13 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def in_words(value: Any) -> str:
+    """A flag's value as one would write it on the command line."""
+    if isinstance(value, tuple):
+        return " ".join(map(in_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def finite_number(text: str) -> float:
     """A finite number: 3e-4, 4_294_967_296, 200B. Raises ValueError."""
     match = re.fullmatch(r"(.*?\d.*?)([kmbt]?)", text.strip(), re.IGNORECASE)

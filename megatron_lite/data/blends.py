@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.config import ConfigError, DataConfig
+from megatron_lite.config import ConfigError, DataConfig, refuse_together
 from megatron_lite.files.foreign_files import foreign_file
 
 SPLITS = ("train", "valid", "test")
@@ -41,43 +41,64 @@ class DataPlan:
     split_words: str = ""
 
 
+def data_flags(config: DataConfig) -> str | None:
+    """The flag or flags that name the data; None where nothing does.
+
+    Raises:
+        ConfigError: two ways of naming it at once, or --split beside paths that are split already.
+    """
+    given = [name for name in SPLITS if getattr(config, f"{name}_data_path") is not None]
+    ways = {
+        "--data-path": config.data_path is not None,
+        f"--data-args-path {config.data_args_path}": config.data_args_path,
+        f"--per-split-data-args-path {config.per_split_data_args_path}": config.per_split_data_args_path,
+        "--mock-data": config.mock_data,
+        "/".join(f"--{name}-data-path" for name in given): given,
+    }
+    chosen = [way for way, value in ways.items() if value]
+    refuse_together(*chosen, because="training has one source of data")
+    if config.split is not None and (given or config.per_split_data_args_path):
+        raise ConfigError(
+            f"--split {config.split} and {chosen[0]} cannot be given together: the paths are split already"
+        )
+    return chosen[0] if chosen else None
+
+
 def plan_data(config: DataConfig) -> DataPlan:
     """What the flags say to read. With --mock-data the one source is "mock".
 
     Raises:
-        ConfigError: no data or two ways of naming it at once, a bad split, bad weights, an unreadable file of paths.
+        ConfigError: as data_flags; or no data, a bad split, bad weights, an unreadable file of paths.
     """
-    per_split = {name: getattr(config, f"{name}_data_path") for name in SPLITS}
-    ways = {
-        "--mock-data": config.mock_data,
-        "--data-path": config.data_path,
-        "--data-args-path": config.data_args_path,
-        "--per-split-data-args-path": config.per_split_data_args_path,
-        "--train-data-path, --valid-data-path, --test-data-path": any(per_split.values()),
-    }
-    chosen = [way for way, value in ways.items() if value]
-    if not chosen:
-        raise ConfigError("no data: give --data-path PREFIX, --train-data-path PREFIX ... or --mock-data")
-    if len(chosen) > 1:
-        raise ConfigError(f"data is named twice, by {' and by '.join(chosen)}: give one of them")
-    if config.mock_data:
-        return _one_for_all(Blend(("mock",), None, "--mock-data"), config)
-    if config.data_path:
-        return _one_for_all(parse_blend(config.data_path, "--data-path"), config)
-    if config.data_args_path:
-        flag = f"--data-args-path {config.data_args_path}"
-        return _one_for_all(parse_blend(_read(config.data_args_path, flag).split(), flag), config)
-    if config.split is not None:
+    flag = data_flags(config)
+    if flag is None:
         raise ConfigError(
-            f"--split {config.split} cuts --data-path, but {chosen[0]} names each split by itself"
+            "--data-path is needed (or --train-data-path and --valid-data-path, or --mock-data)"
         )
+    if config.mock_data:
+        return _one_for_all(Blend(("mock",), None, flag), config)
+    if config.data_path is not None:
+        return _one_for_all(parse_blend(config.data_path, flag), config)
+    if config.data_args_path:
+        return _one_for_all(parse_blend(_read(config.data_args_path, flag).split(), flag), config)
     if config.per_split_data_args_path:
-        sets = _read_per_split(config.per_split_data_args_path)
+        sets = _read_per_split(config.per_split_data_args_path, flag)
     else:
-        words = {name: value for name, value in per_split.items() if value}
-        sets = {name: {name: parse_blend(value, f"--{name}-data-path")} for name, value in words.items()}
+        words = {name: getattr(config, f"{name}_data_path") for name in SPLITS}
+        sets = {
+            name: {name: parse_blend(value, f"--{name}-data-path")}
+            for name, value in words.items()
+            if value is not None
+        }
     sets = {name: sets.get(name, {}) for name in SPLITS}
     return DataPlan(sets, {name: (0.0, 1.0) if sets[name] else None for name in SPLITS}, shared=False)
+
+
+def check_trains(plan: DataPlan, config: DataConfig) -> None:
+    """Raise ConfigError when the plan has no data for training."""
+    if not plan.sets["train"]:
+        flag = f"--split {plan.split_words}" if plan.shared else data_flags(config)
+        raise ConfigError(f"{flag} gives training nothing, wanted data to train on, or --skip-train")
 
 
 def _one_for_all(blend: Blend, config: DataConfig) -> DataPlan:
@@ -87,22 +108,24 @@ def _one_for_all(blend: Blend, config: DataConfig) -> DataPlan:
     return DataPlan(sets, bounds, shared=True, split_words=words)
 
 
-def parse_split(text: str) -> list[float]:
-    """--split's weights of train, valid, test, summing to 1; missing ones are 0.
+def split_words(text: str) -> list[str]:
+    """The three words of --split, for train, valid and test; missing ones are 0. Quotes and brackets are left out.
 
     Raises:
         ConfigError: not one to three numbers of 0 or more, or all 0.
     """
-    words = text.strip().strip("'\"[]() ")
-    numbers = re.split(r"\s*[,/;:\s]\s*", words)
-    valid = [re.fullmatch(r"\+?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", number) is not None for number in numbers]
-    values = [float(number) for number in numbers] if all(valid) else []
-    if not 1 <= len(values) <= len(SPLITS) or not 0 < sum(values) < math.inf:
+    words = re.split(r"\s*[,/;:\s]\s*", text.strip().strip("'\"[]() "))
+    valid = all(re.fullmatch(r"\+?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word) for word in words)
+    if not valid or len(words) > len(SPLITS) or not 0 < sum(map(float, words)) < math.inf:
         raise ConfigError(
             f"--split is '{text}', wanted up to three weights of 0 or more with a sum above 0, like {DEFAULT_SPLIT}"
         )
-    values += [0.0] * (len(SPLITS) - len(values))
-    return normalize(values)
+    return (words + ["0", "0"])[: len(SPLITS)]
+
+
+def parse_split(text: str) -> list[float]:
+    """--split's weights of train, valid, test, summing to 1. Raises ConfigError as `split_words`."""
+    return normalize([float(word) for word in split_words(text)])
 
 
 def split_bounds(weights: Sequence[float]) -> dict[str, Bounds | None]:
@@ -168,9 +191,8 @@ def _read(path: str, flag: str) -> str:
         raise ConfigError(f"{flag} cannot be read: {reason}") from None
 
 
-def _read_per_split(path: str) -> dict[str, dict[str, Blend]]:
+def _read_per_split(path: str, flag: str) -> dict[str, dict[str, Blend]]:
     """{"train": [words], "valid": [words] or {"name": [words], ...}, "test": as valid}; any may be absent or null."""
-    flag = f"--per-split-data-args-path {path}"
     try:
         stored = json.loads(_read(path, flag))
     except json.JSONDecodeError as error:

@@ -10,7 +10,16 @@ from pathlib import Path
 from megatron_lite.arithmetic.batch_size import BatchSchedule
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.blended_dataset import BlendedDataset, build_blend
-from megatron_lite.data.blends import DEFAULT_SPLIT, SPLITS, Blend, Bounds, DataPlan, plan_data, split_range
+from megatron_lite.data.blends import (
+    DEFAULT_SPLIT,
+    SPLITS,
+    Blend,
+    Bounds,
+    DataPlan,
+    check_trains,
+    plan_data,
+    split_range,
+)
 from megatron_lite.data.gpt_dataset import GPTDataset, Part, TokenSource, build_entry, check_token_ids
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed_dataset import IndexedDataset
@@ -78,12 +87,8 @@ def build_datasets(
     """
     sizes = sample_counts(config) if sizes is None else sizes
     plan = plan_data(config.data)
-    if sizes.get("train") != 0 and not plan.sets["train"]:
-        cut = f"--split {plan.split_words} gives training nothing" if plan.shared else None
-        raise ConfigError(
-            f"{cut or f'--per-split-data-args-path {config.data.per_split_data_args_path} names no data for train'}: "
-            "wanted data to train on, or --skip-train"
-        )
+    if sizes.get("train") != 0:
+        check_trains(plan, config.data)
     options = SampleOptions(
         sequence_length=config.data.seq_length,
         eod=tokenizer.eod if tokenizer is not None else None,

@@ -161,15 +161,15 @@ def test_a_split_nobody_asks_for_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     "data, message",
     [
-        ({}, "no data: give --data-path"),
-        ({"data_path": ["a"], "mock_data": True}, "named twice, by --mock-data and by --data-path"),
+        ({}, "--data-path is needed"),
+        ({"data_path": ["a"], "mock_data": True}, "--data-path and --mock-data cannot be given together"),
         (
             {"data_path": ["a"], "valid_data_path": ["a"]},
-            "named twice, by --data-path and by --train-data-path",
+            "--data-path and --valid-data-path cannot be given together",
         ),
         (
             {"train_data_path": ["a"], "split": "9,1,0"},
-            "--split 9,1,0 cuts --data-path, but --train-data-path",
+            "--split 9,1,0 and --train-data-path cannot be given together",
         ),
         ({"data_path": ["1", "a", "0", "b"]}, "--data-path: the weight of b is 0, wanted a number above 0"),
         ({"data_path": ["0", "a", "0", "b"]}, "the weight of a is 0, wanted a number above 0"),
@@ -447,7 +447,7 @@ def test_a_blend_may_be_lengthened_as_long_as_its_samples_come_in_the_same_order
     [
         ({"split": "0,1,0"}, "--split 0,1,0 gives training nothing"),
         ({"split": "0,0,1"}, "--split 0,0,1 gives training nothing"),
-        ({"per_split": {"valid": ["corpus"]}}, "no data for train"),
+        ({"per_split": {"valid": ["corpus"]}}, "--per-split-data-args-path .*p.json gives training nothing"),
     ],
 )
 def test_training_without_training_data_is_refused(corpus, tmp_path, data, says):

@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_run(prefix, tmp_path):
 
 
 def test_an_empty_window_is_refused():
-    with pytest.raises(ConfigError, match="--timeline-step-end 4 is not after --timeline-step-start 4"):
+    with pytest.raises(ConfigError, match="--timeline-step-start 4 has to be below --timeline-step-end 4"):
         parse_arguments(
             flags("", "--mock-data --timeline t.json --timeline-step-start 4 --timeline-step-end 4"),
             Environment(),

@@ -1,0 +1,122 @@
+"""Checks of the layout: processes, tensor and context ranks, pipeline, recomputation."""
+
+from megatron_lite.arguments.refusals import refuse_more
+from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
+from megatron_lite.arithmetic.mesh_sizes import uneven_cut
+from megatron_lite.arithmetic.partition import check_split
+from megatron_lite.arithmetic.pipeline_schedule import check_microbatches, runnable_schedule
+from megatron_lite.arithmetic.sharding import splits_backward
+from megatron_lite.config import Config, ConfigError
+
+# Values that a schedule with the backward in two parts cannot have: why, and what to choose.
+_NOT_WITH_SPLIT_BACKWARD = (
+    # torch recomputes for each call of backward; a split one has a call for each weight and keeps what each made.
+    ("recompute_granularity", "full", "would hold more than no recomputation does, choose selective"),
+    ("compile", True, "is one graph, leave it out"),
+    (
+        "reduce_gradients",
+        "each-microbatch",
+        "saves nothing, for all weight gradients come at once: choose last-microbatch or auto",
+    ),
+)
+
+
+def check_world(config: Config) -> None:
+    """Raise ConfigError unless the processes divide into copies of the model."""
+    parallel = config.parallel
+    world, needed = parallel.world_size, parallel.model_parallel_size
+    if world % needed:
+        degrees = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        raise ConfigError(
+            f"{world} processes do not divide by {' x '.join(map(config.shown, degrees))} = {needed}"
+            + (" (start with torchrun, or plan with --check --world-size N)" if world == 1 else "")
+        )
+    replicas, data_parallel = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size
+    if data_parallel % replicas:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {replicas} does not divide the data-parallel size {data_parallel} "
+            f"({world} processes / {needed})"
+        )
+    if parallel.data_parallel_sharding_strategy == "no_shard" and replicas > 1:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {replicas} counts copies of a sharded model, "
+            "--data-parallel-sharding-strategy no_shard has a copy on every rank: leave one of them out"
+        )
+    if config.command.rank >= world:
+        raise ConfigError(f"--rank {config.command.rank} is not one of {world} processes (0 to {world - 1})")
+
+
+def check_tensor_and_context(config: Config) -> None:
+    """Raise ConfigError unless tensor and context ranks can share the model and the sequence."""
+    parallel = config.parallel
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    reason = uneven_cut(config, tensor, context, parallel.sequence_parallel)
+    if reason is not None:
+        raise ConfigError(reason)
+    heads = config.model.num_query_groups // tensor
+    if "a2a" in parallel.cp_comm_type and heads % context:
+        raise ConfigError(
+            f"--cp-comm-type a2a gives each of --context-parallel-size {context} ranks whole heads: "
+            f"{config.shown('num_query_groups')} / --tensor-model-parallel-size {tensor} = {heads} does not divide"
+        )
+
+
+def check_recompute(config: Config) -> None:
+    """Raise ConfigError for a method or a number of layers that its granularity does not have."""
+    parallel = config.parallel
+    method, granularity = parallel.recompute_method, parallel.recompute_granularity
+    if granularity == "full" and method is None:
+        raise ConfigError("--recompute-granularity full needs --recompute-method uniform or block")
+    if granularity == "selective" and method is not None:
+        raise ConfigError(
+            f"--recompute-method {method} is for --recompute-granularity full, which is selective here"
+        )
+    if granularity == "full":
+        refuse_more(config, "recompute_num_layers", "num_layers")
+
+
+def check_split_backward(config: Config) -> None:
+    """Raise ConfigError for what does not go with a schedule that splits the backward."""
+    for name, value, reason in _NOT_WITH_SPLIT_BACKWARD:
+        if splits_backward(config) and config.value(name) == value:
+            raise ConfigError(
+                f"{config.shown(name)} with {config.shown('pipeline_schedule')}, which runs the backward in two "
+                f"parts, {reason}; or choose 1f1b or interleaved-1f1b"
+            )
+    parallel = config.parallel
+    if (parallel.reduce_gradients, parallel.data_parallel_sharding_strategy) == (
+        "each-microbatch",
+        "no_shard",
+    ):
+        raise ConfigError(
+            "--reduce-gradients each-microbatch has no shards to reduce to under --data-parallel-sharding-strategy "
+            "no_shard, wanted last-microbatch or auto"
+        )
+
+
+def check_pipeline(config: Config) -> None:
+    """Raise ConfigError unless the stages can be filled and each batch can be run by the schedule."""
+    parallel = config.parallel
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    if size == 1 and chunks > 1:
+        raise ConfigError(
+            f"{chunks} chunks a rank (--num-virtual-stages-per-pipeline-rank, "
+            f"--num-layers-per-virtual-pipeline-stage or {config.shown('pipeline_schedule')}) need "
+            f"--pipeline-model-parallel-size of at least 2, it is 1"
+        )
+    check_split(config)
+    if chunks > 1:
+        refuse_more(
+            config, "pipeline_model_parallel_size", "microbatch_group_size_per_virtual_pipeline_stage"
+        )
+    batches, evaluation = BatchSchedule.from_config(config), config.evaluation
+    sizes = {batch: "" for _, batch in batches.steps}
+    if evaluation.eval_iters or evaluation.full_validation:
+        sizes.setdefault(evaluation.eval_global_batch_size, f"{config.shown('eval_global_batch_size')}: ")
+    for batch_size, where in sorted(sizes.items()):
+        microbatches = batch_size // batches.samples_per_microbatch
+        microbatches = pass_size(microbatches, parallel.max_microbatches_per_step)
+        name = runnable_schedule(parallel.pipeline_schedule, size, microbatches)
+        reason = check_microbatches(name, size, chunks, microbatches)
+        if reason is not None:
+            raise ConfigError(where + reason)

@@ -1,0 +1,92 @@
+"""Checks of the run's length, its batches, its learning rate and its weight decay: what cannot be together."""
+
+from megatron_lite.arithmetic.batch_size import BatchSchedule
+from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
+from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.declare import flag_name
+
+
+def check_length(config: Config) -> None:
+    """A run is counted in iterations or in samples, throughout (Megatron's rule)."""
+    names = ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
+    by_iterations, by_samples = (
+        [flag_name(f"{name}_{unit}") for name in names if config.is_set(f"{name}_{unit}")]
+        for unit in ("iters", "samples")
+    )
+    if not {"--train-iters", "--train-samples"} & {*by_iterations, *by_samples}:
+        raise ConfigError("--train-iters or --train-samples is needed")
+    if by_iterations and by_samples:
+        raise ConfigError(
+            f"{', '.join(by_iterations)} and {', '.join(by_samples)} cannot be given together: a run is counted in "
+            "iterations or in samples, throughout"
+        )
+
+
+def check_batch(config: Config) -> None:
+    """Raise ConfigError for a batch that does not divide into microbatches on every data-parallel rank."""
+    micro, data_parallel = config.training.micro_batch_size, config.parallel.data_parallel_size
+    batches = {}
+    for first, size in BatchSchedule.from_config(config).steps:
+        start = (
+            "the start {} of --rampup-batch-size"
+            if config.training.rampup_batch_size
+            else "--global-batch-size {}"
+        )
+        batches[f"the batch of {{}} from sample {first:,} on" if first else start] = size
+    batches["--eval-global-batch-size {}"] = config.evaluation.eval_global_batch_size
+    for name, size in batches.items():
+        if size % (micro * data_parallel):
+            raise ConfigError(
+                f"{name.format(size)} does not divide by --micro-batch-size {micro} x data-parallel size "
+                f"{data_parallel} = {micro * data_parallel}"
+            )
+
+
+def check_learning_rate(config: Config) -> None:
+    """Raise ConfigError for a learning rate below its floor, or a warm-up or decay longer than the schedule."""
+    optimizer, training = config.optimizer, config.training
+    if optimizer.lr is None:
+        raise ConfigError("--lr is needed")
+    schedule = LearningRateSchedule.from_config(config)
+    for prefix in ("", "decoupled_"):
+        peak, floor = getattr(schedule, f"{prefix}lr"), getattr(schedule, f"{prefix}min_lr")
+        if floor > peak and not training.skip_train:
+            # Without a flag of their own embedding and head have the others' value.
+            high, low = (
+                f"{prefix}{name}" if config.value(f"{prefix}{name}") is not None else name
+                for name in ("lr", "min_lr")
+            )
+            raise ConfigError(f"{config.shown(low)} is more than {config.shown(high)}, wanted at most that")
+    if 0 in (training.train_iters, training.train_samples):
+        return
+    unit = "iters" if training.train_iters is not None else "samples"
+    if schedule.warmup_samples >= schedule.decay_samples:
+        warmup = "lr_warmup_fraction" if optimizer.lr_warmup_fraction is not None else f"lr_warmup_{unit}"
+        raise ConfigError(
+            f"the warm-up of the learning rate ({schedule.warmup_samples:,g} samples) is not shorter than its decay "
+            f"({schedule.decay_samples:,} samples): lower {config.shown(warmup)} or raise the decay "
+            "(--lr-decay-iters or -samples, by default the run's length)"
+        )
+    if schedule.decay_style == "WSD":
+        if schedule.wsd_decay_samples is None:
+            raise ConfigError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+        if schedule.wsd_decay_samples > schedule.decay_samples:
+            raise ConfigError(
+                f"--lr-wsd-decay-{unit} is {schedule.wsd_decay_samples:,} samples, more than the whole schedule of "
+                f"{schedule.decay_samples:,}"
+            )
+
+
+def check_weight_decay(config: Config) -> None:
+    """Raise ConfigError for a style without its ends, or ends without a style."""
+    style = config.optimizer.weight_decay_incr_style
+    ends = [config.is_set("start_weight_decay"), config.is_set("end_weight_decay")]
+    if style == "constant" and any(ends):
+        raise ConfigError(
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine, "
+            "it is constant"
+        )
+    if style != "constant" and not all(ends):
+        raise ConfigError(
+            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+        )
