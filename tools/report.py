@@ -3,15 +3,17 @@
     python tools/report.py runs/x            reads runs/x/metrics.jsonl, writes runs/x/report.html
     python tools/report.py a.jsonl b.jsonl --output compare.html
 
-The page holds everything itself (no script from elsewhere, no network); it follows the reader's light or dark theme.
+The page holds everything itself (no script, no network) and follows the reader's light or dark theme.
 """
 
 import html
-import math
+import io
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.arithmetic.costs import model_costs
 from megatron_lite.arithmetic.partition import describe, plan_from_config
@@ -19,142 +21,74 @@ from megatron_lite.checkpoint import find_in
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, run
 from megatron_lite.files.writing import write_aside
+from megatron_lite.training.logged import LOGGED
 from megatron_lite.training.metrics_file import MetricsFile, Record, read_metrics
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 240, 64, 28, 12, 12
-MOST_POINTS = 600
 MOST_SOURCES = 30
 # Tells lines apart for most colour-blind readers (Okabe and Ito 2008), on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-
-# Heading -> (keys of a record and how each is called, factor, logarithmic).
-CHARTS: dict[str, tuple[dict[str, str], float, bool]] = {
-    "Loss": ({"lm loss": "training", "lm loss validation": "validation", "lm loss test": "test"}, 1.0, False),
-    "Learning rate": ({"learning-rate": "learning rate"}, 1.0, False),
-    "Gradient norm": ({"grad-norm": "gradient norm"}, 1.0, True),
-    "Tokens per second": ({"tokens-per-second": "tokens/s"}, 1.0, False),
-    "Milliseconds per step": ({"iteration-time": "step", "data-wait-time": "waiting for data"}, 1e3, False),
-    "TFLOP/s per device": ({"throughput": "TFLOP/s"}, 1.0, False),
-    "Pipeline idle, % of its time": (
-        {"pipeline-idle-share": "mean over ranks", "pipeline-idle-share-max": "most"},
-        100.0,
-        False,
-    ),
-    "Peak memory, GiB": (
-        {"memory-bytes": "allocated (CPU: resident)", "memory-reserved-bytes": "reserved"},
-        2.0**-30,
-        False,
-    ),
-    "Batch, samples": ({"batch-size": "global batch"}, 1.0, False),
+LOGARITHMIC = "Gradient norm"
+GREY = "#808080"  # is read on a light page and on a dark one
+DRAWN = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.spines.right": False,
 }
+DRAWN |= {f"{part}.color": GREY for part in ("xtick", "ytick", "text", "grid")}
+DRAWN |= {"axes.edgecolor": GREY, "axes.spines.top": False, "axes.grid": True, "grid.alpha": 0.35}
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1c; --paper: #ffffff; --line: #d4d4d4; --quiet: #666666; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8e8e8; --paper: #161616; --line: #3a3a3a; --quiet: #a0a0a0; } }
+:root { color-scheme: light dark; --ink: #1c1c1c; --paper: #ffffff; --line: #d4d4d4; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #161616; --line: #3a3a3a; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
 .charts { margin-top: 1.5rem; display: grid; gap: 1.2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
-svg text { fill: var(--quiet); font-size: 12px; } svg .grid { stroke: var(--line); }
-svg .restart { stroke: var(--quiet); stroke-dasharray: 3 3; }
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .8rem; }
 table { border-collapse: collapse; } td, th { padding: .15rem .9rem .15rem 0; text-align: left; }
-.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 .8em; }
 """
 
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a chart: points (iteration, value) in order."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
+Points = dict[int, float]  # iteration -> value
 
 
-def series(records: Iterable[Record], key: str, name: str, factor: float) -> Series:
+def points(records: Sequence[Record], key: str, factor: float) -> Points:
     """The values of one key, the last of each iteration; those that were not finite are left out."""
     values = {r["iteration"]: r[key] * factor for r in records if r.get(key) is not None}
-    return Series(name, tuple(thinned(sorted(values.items()))))
+    return dict(sorted(values.items()))
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most about MOST_POINTS points: of each run of neighbours the lowest and the highest, so no spike is lost."""
-    size = math.ceil(len(points) / (MOST_POINTS // 2))
-    if size <= 2:
-        return list(points)
-    kept = []
-    for start in range(0, len(points), size):
-        group = points[start : start + size]
-        kept += sorted({min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])})
-    return kept
+def chart(heading: str, lines: dict[str, Points], restarts: Sequence[int] = ()) -> str:
+    """A figure with a line for each name and a dotted one at each restart; empty when there is nothing to draw."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-
-def chart(title: str, lines: Sequence[Series], logarithmic: bool, restarts: Sequence[int] = ()) -> str:
-    """A figure with axes, grid, a key and a dashed line at each restart; empty when there is nothing to draw."""
-    lines = [line for line in lines if line.points]
+    lines = {name: values for name, values in lines.items() if values}
     if not lines:
         return ""
-    logarithmic = logarithmic and all(value > 0 for line in lines for _, value in line.points)
-    scale = math.log10 if logarithmic else float
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [scale(y) for line in lines for _, y in line.points]
-    left, right = min(xs), max(max(xs), min(xs) + 1)
-    low, high = min(ys), max(ys)
-    margin = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
-    low = max(0.0, low - margin) if low >= 0 and not logarithmic else low - margin
-    high = high + margin
-
-    def place(x: float, y: float) -> str:
-        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
-        down = HEIGHT - BOTTOM - (scale(y) - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
-        return f"{across:.1f},{down:.1f}"
-
-    parts = [_grid(low, high, left, right, logarithmic)]
-    for iteration in restarts:
-        if left <= iteration <= right:
-            x = LEFT + (iteration - left) / (right - left) * (WIDTH - LEFT - RIGHT)
-            parts.append(
-                f'<line class="restart" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
-                f"<title>restarted: from iteration {iteration:,} on again</title></line>"
-            )
-    keys = []
-    for colour, line in zip(COLOURS * len(lines), lines):
-        if len(line.points) == 1:
-            x, y = place(*line.points[0]).split(",")
-            parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
-        path = " ".join(place(*point) for point in line.points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+    with rc_context(DRAWN):
+        figure = Figure(figsize=(6.2, 2.6), layout="constrained")
+        axes, drawn = figure.subplots(), io.StringIO()
+        for name, values, colour in zip(lines, lines.values(), cycle(COLOURS)):
+            style = {"color": colour, "linewidth": 1.2, "marker": "o" if len(values) == 1 else None}
+            axes.plot([*values], [*values.values()], label=name, gid="line", **style)
+        if heading == LOGARITHMIC and all(
+            value > 0 for values in lines.values() for value in values.values()
+        ):
+            axes.set_yscale("log")
+        left, right = axes.get_xlim()
+        for iteration in (i for i in restarts if left <= i <= right):
+            axes.axvline(iteration, color=GREY, linestyle=":", gid="restart")
         if len(lines) > 1:
-            keys.append(f'<span class="key" style="background:{colour}"></span>{html.escape(line.name)}')
-    label = html.escape(title)
+            axes.legend(frameon=False)
+        figure.savefig(drawn, format="svg", transparent=True, metadata=NO_METADATA)
+    picture = drawn.getvalue()
     return (
-        f"<figure><figcaption>{label}{''.join(keys)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg></figure>'
+        f"<figure><figcaption>{html.escape(heading)}</figcaption>{picture[picture.index('<svg') :]}</figure>"
     )
-
-
-def _grid(low: float, high: float, left: float, right: float, logarithmic: bool) -> str:
-    parts = []
-    for value in ticks(low, high):
-        down = HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
-        shown = f"{10**value:.3g}" if logarithmic else f"{value:,.6g}"
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{shown}</text>')
-    for step, anchor in ((0, "start"), (2, "middle"), (4, "end")):
-        across = LEFT + (WIDTH - LEFT - RIGHT) * step / 4
-        shown = f"{round(left + (right - left) * step / 4):,}"
-        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{shown}</text>')
-    return "".join(parts)
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Three to seven round values between low and high."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    return [round(number * step, 12) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def summary(metrics: MetricsFile) -> list[tuple[str, str]]:
@@ -206,12 +140,12 @@ def _shown(value: float | None) -> str:
 def layout_of(folder: Path) -> str | None:
     """The stage table of the run that saved here; None when no checkpoint lies there."""
     try:
-        found = find_in(str(folder))
+        checkpoint = find_in(str(folder))
     except ConfigError:
         return None
-    if found is None:
+    if checkpoint is None:
         return None
-    config = Config.from_dict(found.config)
+    config = Config.from_dict(checkpoint.config)
     sizes = ", ".join(
         f"{k}: {v}" for k, v in config.to_dict()["parallel"].items() if k.endswith("_size") and v != 1
     )
@@ -222,15 +156,18 @@ def layout_of(folder: Path) -> str | None:
 def page(runs: dict[str, MetricsFile], layout: str | None) -> str:
     """The whole page: of one run, or of several over one another."""
     title = html.escape(", ".join(runs))
+    restarts = sorted({iteration for metrics in runs.values() for iteration in metrics.restarts})
     figures = []
-    for heading, (keys, factor, logarithmic) in CHARTS.items():
-        lines = [
-            series(metrics.records, key, name if len(runs) == 1 else f"{run_name} {name}", factor)
-            for run_name, metrics in runs.items()
-            for key, name in (keys | _named_sets(heading, metrics.records)).items()
-        ]
-        restarts = sorted({iteration for metrics in runs.values() for iteration in metrics.restarts})
-        figures.append(chart(heading, lines, logarithmic, restarts))
+    for heading in dict.fromkeys(["Loss", *(row.chart for row in LOGGED if row.chart)]):
+        lines = {}
+        for run_name, metrics in runs.items():
+            named = {row.key: (row.label, row.factor) for row in LOGGED if row.chart == heading}
+            if heading == "Loss":
+                named |= _validation_sets(metrics.records)
+            for key, (label, factor) in named.items():
+                line = label if len(runs) == 1 else f"{run_name} {label}"
+                lines[line] = points(metrics.records, key, factor)
+        figures.append(chart(heading, lines, restarts))
     tables = []
     for name, metrics in runs.items():
         rows = "".join(
@@ -245,15 +182,12 @@ def page(runs: dict[str, MetricsFile], layout: str | None) -> str:
     )
 
 
-def _named_sets(heading: str, records: Sequence[Record]) -> dict[str, str]:
-    """Validation sets that have a name of their own."""
-    if heading != "Loss":
-        return {}
-    known = set(CHARTS["Loss"][0])
-    names = {
+def _validation_sets(records: Sequence[Record]) -> dict[str, tuple[str, float]]:
+    """{key: (label, factor)} of the losses that were evaluated, by the names of their sets."""
+    keys = {
         key for record in records for key in record if key.startswith("lm loss ") and not key.endswith(" ppl")
     }
-    return {key: key.removeprefix("lm loss ") for key in sorted(names - known)}
+    return {key: (key.removeprefix("lm loss "), 1) for key in sorted(keys)}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 Record = dict[str, Any]
@@ -48,26 +48,22 @@ class BackgroundSink:
         """
         self.name = name
         self._build, self._say, self._abandon = build, say, abandon
-        self._waiting: deque[tuple[Record, int]] = deque()
-        self._changed = threading.Condition()
-        self._closing = self._failed = self._abandoned = False
-        self._given = self._dropped = self._kept = 0
+        self._waiting: SimpleQueue[tuple[Record, int] | None] = SimpleQueue()
+        # Each is written by one side only: the first three by training, the others by the thread.
+        self._given, self._dropping, self._abandoned = 0, False, False
+        self._kept, self._failed = 0, False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def track(self, record: Record, step: int) -> None:
         """Queue a record; drop it when the queue is full. Never blocks."""
-        with self._changed:
-            self._given += 1
-            if self._failed:
-                return
-            full = len(self._waiting) >= QUEUE_LIMIT
-            if not full:
-                self._waiting.append((dict(record), step))
-                self._changed.notify()
-            self._dropped += full
-            first = full and self._dropped == 1
-        if first:
+        self._given += 1
+        if self._failed:
+            return
+        if self._waiting.qsize() < QUEUE_LIMIT:
+            self._waiting.put((dict(record), step))
+        elif not self._dropping:
+            self._dropping = True
             self._say(
                 f"warning: {self.name} does not keep up, {QUEUE_LIMIT:,} records wait for it: "
                 f"from iteration {step} on records are dropped"
@@ -75,17 +71,13 @@ class BackgroundSink:
 
     def begin_close(self) -> None:
         """Let the thread end once the queue is empty."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._waiting.put(None)
 
     def wait_closed(self, deadline: float) -> None:
         """Wait for the thread until `deadline` (time.monotonic()), then leave it behind; report what was lost."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        late = self._thread.is_alive()
-        with self._changed:
-            self._abandoned = late
-            lost, given, failed = self._given - self._kept, self._given, self._failed
+        late = self._abandoned = self._thread.is_alive()
+        lost, failed = self._given - self._kept, self._failed
         if late:
             self._abandon()
         if not (late or lost) or (failed and not self._kept):  # why it took nothing was said when it failed
@@ -96,28 +88,18 @@ class BackgroundSink:
             why = f"did not finish within {CLOSE_TIMEOUT_S:g} s and is left behind; of what it took some may be unsent"
         else:
             why = "did not keep up"
-        self._say(f"warning: {self.name} {why}: {lost:,} of {given:,} records were dropped")
+        self._say(f"warning: {self.name} {why}: {lost:,} of {self._given:,} records were dropped")
 
     def _run(self) -> None:
         doing = "cannot be used, the run goes on without it"
         try:
             sink = self._build()
             doing = "failed and is left out from here on"
-            while (entry := self._next()) is not None:
+            while (entry := self._waiting.get()) is not None:
                 sink.track(*entry)
-                with self._changed:
-                    self._kept += 1
+                self._kept += 1
             sink.close()
         except BaseException as error:  # noqa: BLE001  a tracker must never stop a run, SystemExit neither
-            with self._changed:
-                self._failed = True
-                self._waiting.clear()
-                abandoned = self._abandoned  # why the run went on without it
-            if not abandoned:
+            self._failed = True
+            if not self._abandoned:  # else this is why the run went on without it
                 self._say(f"warning: {self.name} {doing}: {str(error) or type(error).__name__}")
-
-    def _next(self) -> tuple[Record, int] | None:
-        """The next record; None when there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing)
-            return self._waiting.popleft() if self._waiting else None

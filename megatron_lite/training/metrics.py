@@ -1,4 +1,4 @@
-"""What a run tells: Megatron's log line and metric names, and the records that the trackers get."""
+"""What a run logs: Megatron's line, and the records that the trackers get."""
 
 import math
 import resource
@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from megatron_lite.arithmetic.flops import flops_per_step, peak_flops
 from megatron_lite.config import Config, LoggingConfig
+from megatron_lite.training.logged import LOGGED, MEMORY, duration
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import Tracker
-
-DECOUPLED = "decoupled-learning-rate"  # of embedding and head, with --decoupled-lr
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,6 @@ class StepResult:
     extras: dict[str, float] = field(default_factory=dict)
 
 
-# A record's key -> what stands behind the number in the line of the log. A CPU has the first only.
-_MEMORY = {"memory-bytes": "", "memory-reserved-bytes": " reserved"}
-
-
 def peak_memory(device: torch.device) -> torch.Tensor:
     """[2] most bytes allocated and reserved on a GPU since the last call; [1] on a CPU: resident since the start.
 
@@ -65,7 +60,7 @@ def peak_memory(device: torch.device) -> torch.Tensor:
 
 def memory_record(sizes: Sequence[float]) -> dict[str, int]:
     """What `peak_memory` gave, under the names of a record."""
-    return {name: int(size) for name, size in zip(_MEMORY, sizes)}
+    return {name: int(size) for name, size in zip(MEMORY, sizes)}
 
 
 def line_is_due(iteration: int, total: int, logging: LoggingConfig) -> bool:
@@ -90,15 +85,13 @@ class Metrics:
     ) -> None:
         """tracker: a no-op one on every rank but 0."""
         self._config = config
-        self._device = device
         self._world_size = world_size
         self._total = total_iterations
         self._tracker = tracker
         self._timers = timers or Timers(config.logging, device)
         self._steps: list[StepResult] = []
         self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._largest_loss = 0.0
-        self._largest_norm = 0.0
+        self._largest = {"loss": 0.0, "gradient norm": 0.0}
 
     def step(self, result: StepResult, state: TrainState) -> None:
         """Take one step in; print and track when the interval is full."""
@@ -123,7 +116,7 @@ class Metrics:
             self._tracker.track(self._record(self._steps[-1:], state), state.iteration)
         if of_source := {f"consumed-tokens/{name}": n for name, n in state.tokens_of_source.items()}:
             self._tracker.track({"iteration": state.iteration, **of_source}, state.iteration)
-        self._tracker.say(self.line(self._record(self._steps, state), state))
+        self._tracker.say(self.line(self._record(self._steps, state)))
         lines, seconds = self._timers.report(len(self._steps))
         if lines:
             self._tracker.say(lines)
@@ -138,7 +131,7 @@ class Metrics:
         left = (self._total - state.iteration) * result.seconds
         return (
             f"iteration {state.iteration}/{self._total} ({state.iteration / max(1, self._total):.0%}), "
-            f"loss {result.loss:.4f}, {result.tokens / result.seconds:,.0f} tokens/s, ETA {_duration(left)}"
+            f"loss {result.loss:.4f}, {result.tokens / result.seconds:,.0f} tokens/s, ETA {duration(left)}"
         )
 
     def _record(self, steps: list[StepResult], state: TrainState) -> dict[str, Any]:
@@ -167,43 +160,15 @@ class Metrics:
         }
         return record | last.extras
 
-    def line(self, record: dict[str, Any], state: TrainState) -> str:
-        """Megatron's line with tokens/s and ETA added; the learning rate is the next step's, as it is there."""
-        parts = [
-            f"{_stamp()} iteration {state.iteration:8d}/{self._total:8d}",
-            f"consumed samples: {state.consumed_samples:12d}",
-            f"elapsed time per iteration (ms): {1000 * record['iteration-time']:.1f}",
-        ]
-        if self._config.logging.log_throughput:
-            parts.append(f"throughput per GPU (TFLOP/s/GPU): {record['throughput']:.3g}")
-            if record["mfu"] is not None:
-                parts.append(f"MFU: {100 * record['mfu']:.1f}%")
-        parts += [
-            f"tokens/s: {record['tokens-per-second']:,.0f}",
-            f"ETA: {_duration(record['eta-seconds'])}",
-            f"learning rate: {record['learning-rate']:.6E}",
-            *([f"decoupled learning rate: {record[DECOUPLED]:.6E}"] if DECOUPLED in record else []),
-            f"global batch size: {record['batch-size']:5d}",
-            f"lm loss: {record['lm loss']:.6E}",
-            f"loss scale: {record['loss-scale']:.1f}",
-            f"grad norm: {record['grad-norm']:.3f}",
-        ]
-        if memory := [
-            f"{record[name] / 2**30:.2f}{kind}" for name, kind in _MEMORY.items() if name in record
-        ]:
-            parts.append(f"peak memory (GiB): {', '.join(memory)}")
-        if "pipeline-idle-share" in record:
-            mean, most = record["pipeline-idle-share"], record["pipeline-idle-share-max"]
-            parts.append(f"pipeline idle (mean, max over ranks): {mean:.1%}, {most:.1%}")
-        if "num-zeros" in record:
-            parts.append(f"num zeros: {record['num-zeros']:.0f}")
-        if "params-norm" in record:
-            parts.append(f"params norm: {record['params-norm']:.3f}")
-        parts += [
-            f"number of skipped iterations: {state.skipped_iterations:3d}",
-            f"number of nan iterations: {state.nan_iterations:3d}",
-        ]
-        return " | ".join(parts) + " |"
+    def line(self, record: dict[str, Any]) -> str:
+        """Megatron's line with ours added; the learning rate is the next step's, as it is there."""
+        text = f"{_stamp()} iteration {record['iteration']:8d}/{self._total:8d}"
+        for row in LOGGED:
+            value, flag = record.get(row.key), row.line_flag
+            if row.line and value is not None and (not flag or getattr(self._config.logging, flag)):
+                words = row.line(value * row.factor)
+                text += words if words.startswith(", ") else f" | {words}"
+        return text + " |"
 
     def evaluation(self, losses: dict[str, float], kind: str, state: TrainState, total_only: bool) -> None:
         """Print and track the losses of one evaluation (kind: validation or test)."""
@@ -230,25 +195,19 @@ class Metrics:
         training = self._config.training
         if result.nonfinite:
             return
-        for wanted, name, value, largest in (
-            (training.check_for_spiky_loss, "loss", result.loss, self._largest_loss),
-            (training.check_for_large_grads, "gradient norm", result.grad_norm, self._largest_norm),
+        for wanted, name, value in (
+            (training.check_for_spiky_loss, "loss", result.loss),
+            (training.check_for_large_grads, "gradient norm", result.grad_norm),
         ):
+            largest = self._largest[name]
+            self._largest[name] = max(largest, value)
             if wanted and 0 < 10 * largest < value:
                 self.note(
                     f"warning: {name} {value:.4g} at iteration {state.iteration} is more than ten times the largest "
                     f"before ({largest:.4g}); samples {state.consumed_samples - result.global_batch_size:,} to "
                     f"{state.consumed_samples - 1:,} in data order"
                 )
-        self._largest_loss = max(self._largest_loss, result.loss)
-        self._largest_norm = max(self._largest_norm, result.grad_norm)
 
 
 def _stamp() -> str:
     return time.strftime("[%Y-%m-%d %H:%M:%S]")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

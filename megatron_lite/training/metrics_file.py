@@ -39,7 +39,7 @@ def read_metrics(path: Path) -> MetricsFile:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    result = MetricsFile()
+    result, last = MetricsFile(), -1
     torn: list[int] = []
     odd: list[str] = []
     for number, line in enumerate(lines, 1):
@@ -54,8 +54,7 @@ def read_metrics(path: Path) -> MetricsFile:
             if finite is None and key != "mfu":  # None where the device's peak is unknown
                 odd.append(f"line {number}: {key} is {json.dumps(value)[:40]}")
             record[key] = finite
-        result.records.append(record)
-    _take_last_attempts(result)
+        last = _take(result, record, last)
     if torn:
         result.notes.append(
             f"{len(torn):,} line{'s' * (len(torn) > 1)} no record, left out (the first is line {torn[0]:,})"
@@ -70,26 +69,18 @@ def read_metrics(path: Path) -> MetricsFile:
     return result
 
 
-def _take_last_attempts(result: MetricsFile) -> None:
-    """Drop what a later attempt did again: all from the iteration on at which its training began."""
-    kept, first_later = [], math.inf  # the lowest iteration that is trained further down in the file
-    begins: dict[int, int] = {}
-    last = -1
-    for number, record in enumerate(result.records):
-        if "lm loss" in record:
-            if record["iteration"] <= last:
-                begins[number] = last - record["iteration"] + 1
-            last = record["iteration"]
-    for number in reversed(range(len(result.records))):
-        record = result.records[number]
-        if record["iteration"] >= first_later:
-            continue
-        kept.append(record)
-        if "lm loss" in record:
-            first_later = record["iteration"]
-            if number in begins:
-                result.restarts[first_later] = begins[number]
-    result.records = kept[::-1]
+def _take(result: MetricsFile, record: Record, last: int) -> int:
+    """Add a record; what an attempt before did from its iteration on is dropped. Returns the last iteration trained."""
+    if "lm loss" not in record:
+        result.records.append(record)
+        return last
+    begin = record["iteration"]
+    if begin <= last:
+        result.records = [r for r in result.records if r["iteration"] < begin]
+        result.restarts = {i: n for i, n in result.restarts.items() if i < begin}
+        result.restarts[begin] = last - begin + 1
+    result.records.append(record)
+    return begin
 
 
 def _parse(line: bytes) -> Record | None:

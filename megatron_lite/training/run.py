@@ -35,8 +35,9 @@ from megatron_lite.training.gradients import (
     parameter_norm,
     scale_gradients,
 )
+from megatron_lite.training.logged import DECOUPLED
 from megatron_lite.training.loss_scale import LossScale
-from megatron_lite.training.metrics import DECOUPLED, StepResult, line_is_due, memory_record, peak_memory
+from megatron_lite.training.metrics import StepResult, line_is_due, memory_record, peak_memory
 from megatron_lite.training.optimizer import build_optimizer, set_schedule
 from megatron_lite.training.signals import StopConditions
 from megatron_lite.training.state import TrainState

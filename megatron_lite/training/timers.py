@@ -1,7 +1,7 @@
-"""Timers of the parts of a step, by Megatron's names and levels, told over all ranks."""
+"""Timers of the parts of a step, by Megatron's names and levels, reduced over all ranks."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,12 @@ LEVELS = {
     "grads-reduce-norm": 2,
     "optimizer-clip": 2,
     "optimizer-inner-step": 2,
+}
+# --timing-log-option -> what is shown of the ranks' milliseconds.
+SHOWN: dict[str, tuple[str, Callable[[Sequence[float]], str]]] = {
+    "minmax": ("(min, max) time", lambda times: f"({min(times):.2f}, {max(times):.2f})"),
+    "max": ("max time", lambda times: f"{max(times):.2f}"),
+    "all": ("times", lambda times: " ".join(f"{rank}: {ms:.2f}" for rank, ms in enumerate(times))),
 }
 
 
@@ -62,20 +68,7 @@ class Timers:
         table = torch.stack(every).mul(1000).tolist()  # [ranks][timers], milliseconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         columns = dict(zip(self._seconds, zip(*table)))
-        lines = [self._line(name, times) for name, times in columns.items()]
-        heads = {
-            "minmax": "(min, max) time across ranks (ms):",
-            "max": "max time across ranks (ms):",
-            "all": "times across ranks (ms):",
-        }
+        head, shown = SHOWN[self._option]
+        lines = [f"    {name} {'.' * (40 - len(name))}: {shown(times)}" for name, times in columns.items()]
         records = {f"{name}-time": max(times) / 1000 for name, times in columns.items()}
-        return "\n".join([heads[self._option], *lines]), records
-
-    def _line(self, name: str, times: tuple[float, ...]) -> str:
-        if self._option == "minmax":
-            shown = f"({min(times):.2f}, {max(times):.2f})"
-        elif self._option == "max":
-            shown = f"{max(times):.2f}"
-        else:
-            shown = " ".join(f"{rank}: {value:.2f}" for rank, value in enumerate(times))
-        return f"    {name} {'.' * (40 - len(name))}: {shown}"
+        return "\n".join([f"{head} across ranks (ms):", *lines]), records

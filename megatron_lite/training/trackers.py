@@ -20,6 +20,7 @@ from typing import Any
 from megatron_lite.config import Config
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.training.background import CLOSE_TIMEOUT_S, BackgroundSink, Record, Sink
+from megatron_lite.training.logged import LOGGED
 from megatron_lite.training.state import TrainState
 
 _CLEAR_LINE = "\r\x1b[2K"
@@ -88,10 +89,10 @@ class JsonLines:
 
     def track(self, record: Record, step: int) -> None:
         """Append a record with the time of day in seconds."""
-        valid = {
-            key: None if _is_not_finite(value) else value for key, value in record.items()
-        }  # JSON has no NaN
-        self._file.write(json.dumps({"time": round(time.time(), 3), **valid}).encode() + b"\n")
+        line = {"time": round(time.time(), 3)}
+        for key, value in record.items():  # JSON has no NaN
+            line[key] = None if isinstance(value, float) and not math.isfinite(value) else value
+        self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -109,11 +110,11 @@ class TensorBoardSink:
 
         # A run that fails leaves without closing: no more than 10 s of points are lost then.
         self._writer = SummaryWriter(config.logging.tensorboard_dir, flush_secs=10)
-        self._hidden = _hidden_names(config)
+        self._config = config
 
     def track(self, record: Record, step: int) -> None:
         """One point a number."""
-        for key, value in _numbers(record, self._hidden).items():
+        for key, value in _shown_numbers(record, self._config).items():
             self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class WandbSink:
 
         folder = config.logging.wandb_save_dir or config.checkpoint.save or "."
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._hidden = _hidden_names(config)
+        self._config = config
         options = {
             "project": config.logging.wandb_project,
             "entity": config.logging.wandb_entity,
@@ -165,7 +166,7 @@ class WandbSink:
         """Log the numbers of this iteration; wandb's step is the iteration, moved on where a resumed run repeats it."""
         if self._offset is None:
             self._offset = max(0, self._next_step - step)
-        self._run.log({**_numbers(record, self._hidden), "iteration": step}, step=step + self._offset)
+        self._run.log({**_shown_numbers(record, self._config), "iteration": step}, step=step + self._offset)
 
     def close(self) -> None:
         """Finish the run."""
@@ -245,47 +246,26 @@ def build_tracker(config: Config, environment: Environment, run_id: str | None) 
     if environment.rank != 0:
         return Tracker([], speaks=False)
     logging, save = config.logging, config.checkpoint.save
-    tracker = Tracker([], speaks=True)
+    sinks: list[Sink | BackgroundSink] = []
+    tracker = Tracker(sinks, speaks=True)
     path = logging.metrics_file or (f"{save}/metrics.jsonl" if save and "://" not in save else None)
     if path is not None:
         try:
-            tracker._sinks.append(JsonLines(path))
+            sinks.append(JsonLines(path))
         except OSError as error:
             tracker.say(f"warning: {JsonLines.name} cannot be used, the run goes on without it: {error}")
     if logging.tensorboard_dir is not None:
-        tracker._sinks.append(
-            BackgroundSink(TensorBoardSink.name, lambda: TensorBoardSink(config), tracker.say)
-        )
+        sinks.append(BackgroundSink("TensorBoard", lambda: TensorBoardSink(config), tracker.say))
     if logging.wandb_project is not None:
         # The id is made here: the checkpoints' state needs it, and wandb's own start must hold nobody up.
         number = run_id or environment.wandb_run_id or secrets.token_hex(4)
-        tracker.wandb_run_id = number
-        tracker._sinks.append(
-            BackgroundSink(
-                WandbSink.name,
-                lambda: WandbSink(config, number, run_id is not None, tracker.say),
-                tracker.say,
-                abandon=_end_wandb_service,
-            )
-        )
+        tracker.wandb_run_id, resumed = number, run_id is not None
+        build = lambda: WandbSink(config, number, resumed, tracker.say)  # noqa: E731
+        sinks.append(BackgroundSink("wandb", build, tracker.say, abandon=_end_wandb_service))
     return tracker
 
 
-def _numbers(record: Record, hidden: frozenset[str]) -> dict[str, float]:
-    return {
-        key: value for key, value in record.items() if isinstance(value, int | float) and key not in hidden
-    }
-
-
-def _hidden_names(config: Config) -> frozenset[str]:
-    """What the trackers get only when a flag asks for it; the metrics file has everything."""
-    hidden = set()
-    if not config.logging.log_memory_to_tensorboard:
-        hidden |= {"memory-bytes", "memory-reserved-bytes"}
-    if not config.logging.log_timers_to_tensorboard:
-        hidden |= {"data-wait-time", "eta-seconds"}
-    return frozenset(hidden)
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _shown_numbers(record: Record, config: Config) -> dict[str, float]:
+    """The numbers but those that TensorBoard and wandb get by a flag only; the metrics file has everything."""
+    hidden = {row.key for row in LOGGED if row.tracker_flag and not getattr(config.logging, row.tracker_flag)}
+    return {k: value for k, value in record.items() if isinstance(value, int | float) and k not in hidden}

@@ -1,0 +1,79 @@
+"""What a run logs, a row for each value: the log line, the trackers and tools/report.py read this table."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Logged(NamedTuple):
+    """One value of a step's record.
+
+    key: its name in the record, which metrics.jsonl, TensorBoard and wandb get as it is.
+    line: its words in the log line, of the value times `factor`; from ", " on they go on from the row before. A
+        value that a record does not have is left out.
+    chart, label: heading of its chart in the report, and its own name there.
+    line_flag, tracker_flag: the field of LoggingConfig without which the line, or TensorBoard and wandb, leave it out.
+    """
+
+    key: str
+    line: Callable[[float], str] | None = None
+    factor: float = 1
+    chart: str = ""
+    label: str = ""
+    line_flag: str = ""
+    tracker_flag: str = ""
+
+
+def duration(seconds: float) -> str:
+    """1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+_TIME, _MEMORY, _IDLE = "Milliseconds per step", "Peak memory, GiB", "Pipeline idle, % of its time"
+_MEMORY_FLAG, _TIMERS_FLAG = "log_memory_to_tensorboard", "log_timers_to_tensorboard"
+DECOUPLED = "decoupled-learning-rate"  # of embedding and head, with --decoupled-lr
+MEMORY = ("memory-bytes", "memory-reserved-bytes")  # a CPU has the first only: resident
+# In the order of the log line, which is Megatron-LM's; MFU, tokens/s, ETA and what the flags add are ours.
+LOGGED = (
+    Logged("consumed-samples", "consumed samples: {:12d}".format),
+    Logged("iteration-time", "elapsed time per iteration (ms): {:.1f}".format, 1e3, _TIME, "step"),
+    Logged("data-wait-time", None, 1e3, _TIME, "waiting for data", tracker_flag=_TIMERS_FLAG),
+    Logged(
+        "throughput",
+        "throughput per GPU (TFLOP/s/GPU): {:.3g}".format,
+        chart="TFLOP/s per device",
+        label="TFLOP/s",
+        line_flag="log_throughput",
+    ),
+    Logged("mfu", "MFU: {:.1f}%".format, 100, line_flag="log_throughput"),
+    Logged("tokens-per-second", "tokens/s: {:,.0f}".format, 1, "Tokens per second", "tokens/s"),
+    Logged("eta-seconds", lambda seconds: f"ETA: {duration(seconds)}", tracker_flag=_TIMERS_FLAG),
+    Logged("learning-rate", "learning rate: {:.6E}".format, 1, "Learning rate", "learning rate"),
+    Logged(DECOUPLED, "decoupled learning rate: {:.6E}".format, 1, "Learning rate", "embedding and head"),
+    Logged("batch-size", "global batch size: {:5d}".format, 1, "Batch, samples", "global batch"),
+    Logged("lm loss", "lm loss: {:.6E}".format, 1, "Loss", "training"),
+    Logged("loss-scale", "loss scale: {:.1f}".format),
+    Logged("grad-norm", "grad norm: {:.3f}".format, 1, "Gradient norm", "gradient norm"),
+    Logged(
+        MEMORY[0],
+        "peak memory (GiB): {:.2f}".format,
+        2.0**-30,
+        _MEMORY,
+        "allocated (CPU: resident)",
+        tracker_flag=_MEMORY_FLAG,
+    ),
+    Logged(MEMORY[1], ", {:.2f} reserved".format, 2.0**-30, _MEMORY, "reserved", tracker_flag=_MEMORY_FLAG),
+    Logged(
+        "pipeline-idle-share",
+        "pipeline idle (mean, max over ranks): {:.1f}%".format,
+        100,
+        _IDLE,
+        "mean over ranks",
+    ),
+    Logged("pipeline-idle-share-max", ", {:.1f}%".format, 100, _IDLE, "most"),
+    Logged("num-zeros", "num zeros: {:.0f}".format),
+    Logged("params-norm", "params norm: {:.3f}".format),
+    Logged("skipped-iterations", "number of skipped iterations: {:3d}".format),
+    Logged("nan-iterations", "number of nan iterations: {:3d}".format),
+)
