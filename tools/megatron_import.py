@@ -7,6 +7,7 @@ the files are not read. Of the weights only the model's are taken: training star
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.arguments.parse import parse_arguments
@@ -20,7 +21,7 @@ from megatron_lite.megatron_checkpoint.weights import open_megatron, our_tensors
 # What pretrain_gpt.py wants to know of a run, and a conversion does not.
 NO_RUN = [
     *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1"),
 ]
 
 
@@ -28,19 +29,14 @@ def main(argv: Sequence[str]) -> None:
     """Parse, read, write."""
     arguments, flags = build_parser().parse_known_args(argv)
     check_free(arguments.save, "--save")
-    length = ["--seq-length", str(arguments.max_position_embeddings)]
-    positions = ["--max-position-embeddings", str(arguments.max_position_embeddings)]
-    words = [*NO_RUN, *length, *positions, *flags]
-    if arguments.vocab_size is not None:
-        words += ["--vocab-size", str(arguments.vocab_size)]
-    else:
-        words += ["--vocab-size", "1"]  # a NullTokenizer wants one; the checkpoint's rows take its place
-    model = parse_arguments(words, Environment()).model
+    length = str(arguments.max_position_embeddings)
+    words = [*NO_RUN, "--seq-length", length, "--max-position-embeddings", length, *flags]
+    # A NullTokenizer wants a vocabulary; the true one, or the checkpoint's rows, take its place.
+    model = replace(parse_arguments(words, Environment()).model, vocab_size=arguments.vocab_size)
     source = open_megatron(
         arguments.megatron_checkpoint, arguments.ckpt_step, model.mlp_activation.num_inputs == 2
     )
-    values = {name: getattr(model, name) for name in model.__dataclass_fields__}
-    model = with_stored_vocabulary(type(model)(**values | {"vocab_size": arguments.vocab_size}), source)
+    model = with_stored_vocabulary(model, source)
     config = {"model": Config(model=model).to_dict()["model"]}
     state = {"iteration": 0, "consumed_samples": 0, "weights_only": True}
     with made_aside(arguments.save, "--save") as folder:

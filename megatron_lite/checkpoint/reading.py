@@ -25,8 +25,8 @@ class CheckpointReader:
         stored: the checkpoint; path, config, train_state: its.
     """
 
-    def __init__(self, checkpoint: str | StoredCheckpoint) -> None:
-        """Open SAVE/iter_0000010, or SAVE.
+    def __init__(self, checkpoint: str | StoredCheckpoint, skip_objects: bool = False) -> None:
+        """Open SAVE/iter_0000010, or SAVE; skip_objects as parse_metadata.
 
         Raises:
             ConfigError: there is no complete checkpoint, or its metadata cannot be read.
@@ -37,7 +37,7 @@ class CheckpointReader:
         self.stored = stored
         self.path = stored.path
         data = self._checked(stored.storage.read, f"{stored.name}/{METADATA}")
-        self._tensors = parse_metadata(data, f"{self.path}/{METADATA}")
+        self._tensors = parse_metadata(data, f"{self.path}/{METADATA}", skip_objects)
         self._files: dict[str, BinaryIO] = {}
 
     @property

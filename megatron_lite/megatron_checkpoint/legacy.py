@@ -8,7 +8,6 @@ import pickle
 import re
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,8 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 LAYERS = "decoder.layers."
 # Which dim of a matrix the tensor ranks share; what is not listed every rank has whole.
-ROWS = (
-    "embedding.word_embeddings.weight",
-    "output_layer.weight",
-    "linear_qkv.weight",
-    "linear_qkv.bias",
-    "linear_fc1.weight",
-    "linear_fc1.bias",
-)
+ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
+ROWS += tuple(f"linear_{name}.{kind}" for name in ("qkv", "fc1") for kind in ("weight", "bias"))
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -45,23 +38,33 @@ class LegacyCheckpoint:
         """
         self.path, self._gated = path, gated
         self._parts: dict[str, list[torch.Tensor]] = {}
-        ranks = dict(self._ranks())
-        stages = sorted({pipeline for _, pipeline in ranks})
+        ranks = _rank_files(path)
         width = max(tensor for tensor, _ in ranks) + 1
         first_layer = 0
-        for stage in stages:
+        for stage in sorted({pipeline for _, pipeline in ranks}):
             missing = [t for t in range(width) if (t, stage) not in ranks]
             if missing:
                 raise ConfigError(f"{path} lacks the file of tensor rank {missing[0]}, pipeline rank {stage}")
             models = [_read_model(ranks[t, stage]) for t in range(width)]
-            first_layer += self._add_stage(models, first_layer)
+            layers = set()  # counted from 0 on each stage
+            for name in models[0]:
+                tensors = [model.get(name) for model in models]
+                if name.startswith(LAYERS):
+                    layer, rest = name.removeprefix(LAYERS).split(".", 1)
+                    layers.add(layer)
+                    name = f"{LAYERS}{first_layer + int(layer)}.{rest}"
+                if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+                    self._parts.setdefault(
+                        name, tensors
+                    )  # a tied embedding: on the first stage and on the last
+            first_layer += len(layers)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The whole tensor's shape, None when there is no such tensor."""
         return tuple(self.read(name).shape) if name in self._parts else None
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor.
+        """The whole tensor [*shape], the tensor ranks' shards joined.
 
         Raises:
             ConfigError: when it is not there.
@@ -78,30 +81,19 @@ class LegacyCheckpoint:
             return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
         return torch.cat(parts)
 
-    def _ranks(self) -> Iterator[tuple[tuple[int, int], Path]]:
-        """((tensor rank, pipeline rank), file) of every rank."""
-        for folder in sorted(self.path.iterdir()):
-            match = RANK_FOLDER.fullmatch(folder.name)
-            if match is None:
-                continue
-            file = next((folder / name for name in FILE_NAMES if (folder / name).is_file()), None)
-            if file is None:
-                raise ConfigError(f"{folder} holds no {' or '.join(FILE_NAMES)}")
-            yield (int(match[1]), int(match[2] or 0)), file
 
-    def _add_stage(self, models: list[dict[str, Any]], first_layer: int) -> int:
-        """Take one pipeline stage's tensors, layers counted from first_layer; returns its number of layers."""
-        numbers = set()
-        for name in models[0]:
-            tensors = [model.get(name) for model in models]
-            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-                continue
-            if name.startswith(LAYERS):
-                number, rest = name.removeprefix(LAYERS).split(".", 1)
-                numbers.add(int(number))
-                name = f"{LAYERS}{first_layer + int(number)}.{rest}"
-            self._parts.setdefault(name, tensors)  # a tied embedding lies on the first stage and on the last
-        return len(numbers)
+def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
+    """{(tensor rank, pipeline rank): file} of every rank."""
+    ranks = {}
+    for folder in path.iterdir():
+        match = RANK_FOLDER.fullmatch(folder.name)
+        if match is None:
+            continue
+        files = [folder / name for name in FILE_NAMES if (folder / name).is_file()]
+        if not files:
+            raise ConfigError(f"{folder} holds no {' or '.join(FILE_NAMES)}")
+        ranks[int(match[1]), int(match[2] or 0)] = files[0]
+    return ranks
 
 
 def _read_model(file: Path) -> dict[str, Any]:

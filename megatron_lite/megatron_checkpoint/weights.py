@@ -8,14 +8,16 @@ Shapes: G groups, N query heads, D head width, H hidden, F feed-forward width.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from megatron_lite.checkpoint.manifest import METADATA
 from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.megatron_checkpoint.legacy import RANK_FOLDER, LegacyCheckpoint
-from megatron_lite.megatron_checkpoint.torch_dist import METADATA, TorchDistCheckpoint
+from megatron_lite.megatron_checkpoint.torch_dist import TorchDistCheckpoint
 from megatron_lite.model.loading import parameter_shapes
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -69,14 +71,12 @@ def open_megatron(path: Path, step: int | None, gated: bool) -> Source:
 
 
 def _chosen(path: Path, step: int | None) -> Path:
-    name = None
+    text = str(step)
     if step is None:
         text = (path / POINTER).read_text(encoding="utf-8", errors="replace").strip()
-        name = "release" if text == "release" else None
-        if name is None and not text.isdigit():
-            raise ConfigError(f"{path / POINTER} holds '{text[:40]}', wanted a number")
-        step = int(text) if name is None else None
-    folder = path / (name or f"iter_{step:07d}")
+    if text != "release" and not text.isdigit():
+        raise ConfigError(f"{path / POINTER} holds '{text[:40]}', wanted a number")
+    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist")
     return folder
@@ -96,8 +96,7 @@ def with_stored_vocabulary(model: ModelConfig, source: Source) -> ModelConfig:
     true_size = model.vocab_size or shape[0]
     if true_size > shape[0]:
         raise ConfigError(f"--vocab-size is {true_size:,}, the checkpoint's embedding has {shape[0]:,} rows")
-    values = {name: getattr(model, name) for name in model.__dataclass_fields__}
-    return ModelConfig(**values | {"vocab_size": true_size, "padded_vocab_size": shape[0]})
+    return replace(model, vocab_size=true_size, padded_vocab_size=shape[0])
 
 
 def our_tensors(source: Source, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,27 +131,16 @@ def _read(name: str, source: Source, model: ModelConfig) -> torch.Tensor:
     return PARTS[module](whole, model)
 
 
-def _group_part(first: int, count: int) -> Part:
-    """Heads [first, first + count) of each group; negative counts from the end."""
-
-    def part(fused: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-        width = model.kv_channels
-        heads = fused.unflatten(0, (model.num_query_groups, -1, width))  # [G, N/G + 2, D, ...]
-        start = first % heads.shape[1]
-        stop = start + (count if count > 0 else heads.shape[1] + count)
-        return heads[:, start:stop].flatten(0, 2)
-
-    return part
-
-
-def _up(fused: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    return fused.chunk(model.mlp_activation.num_inputs)[-1]
+def _heads(fused: torch.Tensor, model: ModelConfig, wanted: slice) -> torch.Tensor:
+    """Of fused [G * (N/G + 2) * D, ...] some heads of each group [heads * D, ...]."""
+    heads = fused.unflatten(0, (model.num_query_groups, -1, model.kv_channels))  # [G, N/G + 2, D, ...]
+    return heads[:, wanted].flatten(0, 2)
 
 
 PARTS: dict[str, Part] = {
-    "attention.q_proj": _group_part(0, -2),
-    "attention.k_proj": _group_part(-2, 1),
-    "attention.v_proj": _group_part(-1, 1),
+    "attention.q_proj": lambda fused, model: _heads(fused, model, slice(None, -2)),
+    "attention.k_proj": lambda fused, model: _heads(fused, model, slice(-2, -1)),
+    "attention.v_proj": lambda fused, model: _heads(fused, model, slice(-1, None)),
     "mlp.gate_proj": lambda fused, model: fused.chunk(2)[0],
-    "mlp.up_proj": _up,
+    "mlp.up_proj": lambda fused, model: fused.chunk(model.mlp_activation.num_inputs)[-1],
 }
