@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The one test command: installs what it needs, then lint, format, types on public functions, tests.
 #   bash tests/run.sh                   everything
+#   bash tests/run.sh --quick           the tests of tests/quick.txt: every room touched, a quarter of the time
 #   bash tests/run.sh tests/data        only these, with any flag of pytest
 #   bash tests/run.sh --torch 2.11.0    on another torch, in a venv of its own (.venv-torch-2.11.0)
 set -euo pipefail
@@ -20,6 +21,11 @@ if [[ "${1:-}" == --torch ]]; then
 fi
 source "$HERE/../examples/environment.sh"
 cd "$ROOT"
+if [[ "${1:-}" == --quick ]]; then
+    shift
+    mapfile -t QUICK < <(sed -n 's/^[^# ][^ ]*  *//p' tests/quick.txt | awk '!seen[$0]++')
+    set -- tests/test_quick.py "${QUICK[@]}" "$@"
+fi
 
 echo "+ ruff check ."
 python -m ruff check .

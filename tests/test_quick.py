@@ -1,0 +1,57 @@
+"""What `bash tests/run.sh --quick` runs: tests/quick.txt names every room and program, and tests that there are."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES = [
+    line.split(maxsplit=1)
+    for line in (ROOT / "tests/quick.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def rooms_and_programs():
+    rooms = {f"megatron_lite/{path.parent.name}" for path in ROOT.glob("megatron_lite/*/__init__.py")}
+    programs = {path for folder in ("tools", "data_prep") for path in (ROOT / folder).glob("*.py")}
+    return rooms | {str(path.relative_to(ROOT)) for path in programs} | {"pretrain_gpt.py"}
+
+
+def source_of(path):
+    """Text of a test file and of the files of tests/ that it imports."""
+    text = path.read_text(encoding="utf-8")
+    imported = {
+        ROOT / (node.module.replace(".", "/") + ".py")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tests.")
+    }
+    return "\n".join([text, *(file.read_text(encoding="utf-8") for file in sorted(imported))])
+
+
+def test_every_room_and_program_is_named():
+    assert {name for name, _ in LINES} == rooms_and_programs()
+
+
+@pytest.mark.parametrize(("name", "test"), LINES, ids=lambda word: word)
+def test_a_named_test_touches_what_it_is_named_for(name, test):
+    file, *function = test.split("::")
+    source = source_of(ROOT / file)
+    module, stem = name.removesuffix(".py").replace("/", "."), Path(name).stem
+    mentions = (
+        rf"\b({re.escape(module)}|{re.escape(name)}|from {module.partition('.')[0]} import .*\b{stem})\b"
+    )
+    assert re.search(mentions, source), f"{file} does not touch {name}"
+    if function:
+        defined = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+        assert function[0].partition("[")[0] in defined
+
+
+def test_parameters_named_are_there(request):
+    """pytest itself refuses an unknown name in a quick run; this says so in a run of everything."""
+    if request.config.args != ["tests"]:
+        pytest.skip("only a run of everything has collected everything")
+    collected = {item.nodeid for item in request.session.items}
+    assert [test for _, test in LINES if "[" in test and test not in collected] == []
