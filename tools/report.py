@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megatron_lite.arithmetic.costs import model_costs
 from megatron_lite.arithmetic.partition import describe, plan_from_config
 from megatron_lite.checkpoint import find_in
