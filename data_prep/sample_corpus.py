@@ -14,6 +14,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_lite.config import ConfigError
@@ -22,29 +23,6 @@ from megatron_lite.files.writing import opened_aside
 
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
-
-
-def find_sources(library: Path) -> list[Path]:
-    """The .py files of the standard library below `library`: first all but the tests, then the tests.
-
-    Each of the two parts is ordered by a hash of the relative path.
-    """
-    found = []
-    for path in library.rglob("*.py"):
-        parts = path.relative_to(library).parts
-        if path.is_file() and not NOT_STANDARD & set(parts):
-            name = path.relative_to(library).as_posix()
-            found.append((bool(TEST_FOLDERS & set(parts)), hashlib.sha256(name.encode()).digest(), path))
-    return [path for _, _, path in sorted(found)]
-
-
-def read_source(path: Path) -> str | None:
-    """The text of a source file; None for one that is no UTF-8 (the tests have a few) or has no text."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    return text if text.strip() else None
 
 
 def docstrings(module_name: str) -> str:
@@ -60,20 +38,30 @@ def docstrings(module_name: str) -> str:
 
 
 def documents(library: Path, goal: int) -> Iterator[tuple[str, str]]:
-    """(name, text) of each document; the tests of the library are taken only until `goal` bytes are reached."""
+    """(name, text) of each document: modules, then the tests of the library only until `goal` bytes are reached."""
     written = 0
     for name in sorted(sys.builtin_module_names):
-        text = docstrings(name)
-        if text:
+        if text := docstrings(name):
             written += len(text.encode())
             yield f"{name} (docstrings)", text
-    for path in find_sources(library):
-        if written >= goal and TEST_FOLDERS & set(path.relative_to(library).parts):
+    sources = []
+    for path in library.rglob("*.py"):
+        name = path.relative_to(library)
+        if path.is_file() and not NOT_STANDARD & set(name.parts):
+            sources.append((bool(TEST_FOLDERS & set(name.parts)), digest(name.as_posix()), path))
+    for is_test, _, path in sorted(sources):
+        if written >= goal and is_test:
             return
-        text = read_source(path)
-        if text is not None:
-            written += len(text.encode())
-            yield path.relative_to(library).as_posix(), text
+        with suppress(UnicodeDecodeError):  # a few of the tests are no UTF-8
+            text = path.read_bytes().decode("utf-8")
+            if text.strip():
+                written += len(text.encode())
+                yield path.relative_to(library).as_posix(), text
+
+
+def digest(name: str) -> bytes:
+    """What the documents are ordered by."""
+    return hashlib.sha256(name.encode()).digest()
 
 
 def write_corpus(output: Path, library: Path, goal: int, limit: int | None) -> tuple[int, int]:
@@ -86,13 +74,9 @@ def write_corpus(output: Path, library: Path, goal: int, limit: int | None) -> t
     Raises:
         ConfigError: the library does not hold `goal` bytes.
     """
-    chosen, size = [], 0
-    for name, text in documents(library, goal):
-        chosen.append((hashlib.sha256(name.encode()).digest(), name, text))
-    chosen.sort()
-    count = 0
+    count = size = 0
     with opened_aside(output, "w", encoding="utf-8", newline="\n") as file:
-        for _, name, text in chosen:
+        for name, text in sorted(documents(library, goal), key=lambda document: digest(document[0])):
             file.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
             count, size = count + 1, size + len(text.encode())
             if limit is not None and size >= limit:

@@ -14,14 +14,20 @@ from megatron_lite.data.blends import (
     DEFAULT_SPLIT,
     SPLITS,
     Blend,
-    Bounds,
     DataPlan,
     check_trains,
     plan_data,
     split_range,
 )
-from megatron_lite.data.gpt_dataset import GPTDataset, Part, TokenSource, build_entry, check_token_ids
-from megatron_lite.data.index_cache import IndexCache
+from megatron_lite.data.gpt_dataset import (
+    EmptyPartError,
+    GPTDataset,
+    Part,
+    TokenSource,
+    build_entry,
+    check_token_ids,
+)
+from megatron_lite.data.index_cache import IndexCache, IndexEntry
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.mock_dataset import MockSource
 from megatron_lite.data.samples import SampleOptions, Samples
@@ -125,50 +131,53 @@ class _Assembly:
     ):
         self.config, self.plan, self.options, self.sizes = config, plan, options, sizes
         self.is_builder, self.say = is_builder, say
+        data = config.data
         # The default split of a small corpus may leave no document for the test: no mistake of the user's.
-        self.split_was_given = "split" in config.given or config.data.split not in (None, DEFAULT_SPLIT)
+        self.split_was_given = "split" in config.given or data.split not in (None, DEFAULT_SPLIT)
         self.sources: dict[str, TokenSource] = {}
-        self.counts = _read_counts(config.data.per_dataset_sequences_path)
+        self.counts = _read_counts(data.per_dataset_sequences_path)
+        try:
+            if data.data_cache_path is not None:
+                Path(data.data_cache_path).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--data-cache-path {data.data_cache_path} cannot be made: {error.strerror}, wanted a folder"
+            ) from None
 
     def build(self) -> Datasets:
-        made = {
-            split: {
-                name: self._build_set(split, name, blend) for name, blend in self.plan.sets[split].items()
-            }
-            for split in SPLITS
-            if self.sizes.get(split, 0) != 0
-        }
-        kept = {split: {n: d for n, d in sets.items() if d is not None} for split, sets in made.items()}
-        return Datasets(kept.get("train", {}).get("train"), kept.get("valid", {}), kept.get("test", {}))
+        datasets: dict[str, dict[str, Samples]] = {split: {} for split in SPLITS}
+        for split in SPLITS:
+            if self.sizes.get(split, 0) == 0:
+                continue
+            for name, blend in self.plan.sets[split].items():
+                try:
+                    datasets[split][name] = self._build_set(split, name, blend)
+                except EmptyPartError as error:
+                    if split == "train" or not self.plan.shared or self.split_was_given:
+                        raise
+                    self.say(f"data: no {split} set: {error}")
+        return Datasets(datasets["train"].get("train"), datasets["valid"], datasets["test"])
 
-    def _build_set(self, split: str, name: str, blend: Blend) -> Samples | None:
-        wanted = self.sizes[split]
-        single = len(blend.prefixes) == 1 and (blend.weights is None or not self.plan.shared)
-        try:
-            if single:
-                dataset: Samples = self._build_part(split, blend, blend.prefixes[0], wanted)
-                self._tell(split, name, [dataset], [1.0])
-            else:
-                dataset = self._build_blend(split, name, blend, wanted)
-        except _EmptyPartError as error:
-            if split == "train" or not self.plan.shared or self.split_was_given:
-                raise
-            self.say(f"data: no {split} set: {error}")
-            return None
+    def _build_set(self, split: str, name: str, blend: Blend) -> Samples:
+        size = self.sizes[split]
+        if len(blend.prefixes) == 1 and (blend.weights is None or not self.plan.shared):
+            dataset: Samples = self._build_part(split, blend, blend.prefixes[0], size)
+            self._tell(split, name, [dataset], [1.0])
+        else:
+            dataset = self._build_blend(split, name, blend, size)
         dataset.name = name
         dataset.read_once = split != "train" and self.config.evaluation.full_validation
-        if split == "train" and wanted is not None and len(dataset) < wanted:
+        if split == "train" and size is not None and len(dataset) < size:
             self.say(
-                f"data: {name}: {wanted:,} samples are wanted, a blend without weights reads each source once and has "
-                f"{len(dataset):,}: it is read {wanted / len(dataset):.2f} times, in the same order each time"
+                f"data: {name}: {size:,} samples are wanted, a blend without weights reads each source once and has "
+                f"{len(dataset):,}: it is read {size / len(dataset):.2f} times, in the same order each time"
             )
         return dataset
 
     def _build_blend(self, split: str, name: str, blend: Blend, wanted: int | None) -> Samples:
         weights = blend.weights if wanted is not None else None
-        if weights is None:
-            asked: list[int | None] = [None] * len(blend.prefixes)
-        else:
+        asked: list[int | None] = [None] * len(blend.prefixes)
+        if weights is not None:
             shares = [math.ceil(wanted * weight) for weight in weights]
             asked = [math.ceil(share * (1 + MID_LEVEL_SURPLUS)) for share in shares]
         parts = [self._build_part(split, blend, *pair) for pair in zip(blend.prefixes, asked)]
@@ -178,34 +187,30 @@ class _Assembly:
         else:
             size = sum(shares)
         entry = build_blend(parts, weights, size, self._cache(blend.prefixes[0]), self.is_builder)
-        dataset = BlendedDataset(parts, entry, name)
+        dataset = BlendedDataset(parts, self._mapped(entry), name)
         if self.config.data.dataloader_type == "cyclic":  # its shuffle depends on how many there are
             dataset.fingerprint += f" of {len(dataset)}"
-        if not self.config.data.dataloader_defer_npy_index_mmap:
-            dataset.entry.arrays  # noqa: B018  maps the file now, so that what is wrong with it shows now
         self._tell(split, name, parts, [used / entry.about["samples"] for used in entry.about["used"]])
         return dataset
 
     def _build_part(self, split: str, blend: Blend, prefix: str, wanted: int | None) -> GPTDataset:
         source = self._open(prefix)
-        bounds: Bounds = self.plan.bounds[split]
-        first, stop = split_range(bounds, len(source.sequence_lengths))
+        count = len(source.sequence_lengths)
         keep_partial = split != "train" and self.config.evaluation.full_validation
-        part = Part(first, stop, wanted, keep_partial)
+        part = Part(*split_range(self.plan.bounds[split], count), wanted, keep_partial)
         seed = self.config.training.seed
         try:
             entry = build_entry(source, part, self.options, seed, self._cache(prefix), self.is_builder)
-        except ConfigError as error:
-            cut = ""
-            if self.plan.shared:
-                count = len(source.sequence_lengths)
-                cut = (
-                    f"; --split {self.plan.split_words} gives it documents {first:,} to {stop:,} of {count:,}"
-                )
-            raise _EmptyPartError(f"{blend.flag}: the {split} split of {prefix} {error}{cut}") from None
+        except EmptyPartError as error:
+            cut = f"; --split {self.plan.split_words} gives it documents {part.first:,} to {part.stop:,} of {count:,}"
+            where = f"{blend.flag}: the {split} split of {prefix}"
+            raise EmptyPartError(f"{where} {error}{cut if self.plan.shared else ''}") from None
+        return GPTDataset(source, self._mapped(entry), self.options, split)
+
+    def _mapped(self, entry: IndexEntry) -> IndexEntry:
         if not self.config.data.dataloader_defer_npy_index_mmap:
-            entry.arrays  # noqa: B018  as above
-        return GPTDataset(source, entry, self.options, split)
+            entry.arrays  # noqa: B018  maps the file now, so that what is wrong with it shows now
+        return entry
 
     def _open(self, prefix: str) -> TokenSource:
         if prefix in self.sources:
@@ -225,37 +230,20 @@ class _Assembly:
 
     def _cache(self, prefix: str) -> IndexCache:
         data = self.config.data
-        folder = data.data_cache_path
-        if folder is not None:
-            _make_cache_folder(folder)
-        if folder is None and not data.mock_data:
-            folder = Path(prefix).parent / "index_cache"
-        return IndexCache(folder, trusted=data.dataloader_fast_cache_load)
+        beside = None if data.mock_data else Path(prefix).parent / "index_cache"
+        return IndexCache(data.data_cache_path or beside, trusted=data.dataloader_fast_cache_load)
 
     def _tell(self, split: str, name: str, parts: list[GPTDataset], shares: list[float]) -> None:
         for note in {part.entry.note for part in parts} - {None}:
             self.say(f"data: {split}: {note}")
         for part, share in zip(parts, shares):
             about = part.entry.about
-            epochs = "1 epoch" if about["epochs"] == 1 else f"{about['epochs']:,} epochs"
+            epochs = f"{about['epochs']:,} epoch{'s' if about['epochs'] > 1 else ''}"
             label = split if name == split else f"{split} {name}"
             self.say(
                 f"data: {label}: {part.source.path_prefix}: {about['documents']:,} documents, "
                 f"{about['tokens']:,} tokens, {epochs}, {about['samples']:,} samples, share {share:.2%}"
             )
-
-
-def _make_cache_folder(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--data-cache-path {path} cannot be made: {error.strerror}, wanted a folder"
-        ) from None
-
-
-class _EmptyPartError(ConfigError):
-    """A split takes too little of a source."""
 
 
 def _read_counts(path: str | None) -> dict[str, list[int]] | None:

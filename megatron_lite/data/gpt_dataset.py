@@ -46,6 +46,10 @@ class Part:
     keep_partial: bool = False  # a short last sample counts (validation only)
 
 
+class EmptyPartError(ConfigError):
+    """A split takes too little of a source."""
+
+
 class GPTDataset(Samples):
     """Samples of `sequence_length` tokens, cut from the shuffled sequences of a source without regard to their ends."""
 
@@ -95,7 +99,7 @@ def build_entry(
     """The index arrays of a part of a source, from the cache or built; `about` holds the counts for the log.
 
     Raises:
-        ConfigError: the part has no sequence or too few tokens for one sample; says the numbers, not the flag.
+        EmptyPartError: no sequence or too few tokens for one sample; says the numbers, not the flag.
     """
     length, extra = options.sequence_length, int(options.extra_token)
 
@@ -134,10 +138,10 @@ def build_entry(
 
 def _check_size(part: Part, tokens: int, options: SampleOptions) -> None:
     if part.stop <= part.first:
-        raise ConfigError("has no document")
+        raise EmptyPartError("has no document")
     needed = 1 + options.extra_token if part.keep_partial else options.text_length
     if tokens < needed:
-        raise ConfigError(
+        raise EmptyPartError(
             f"has {tokens:,} tokens in {part.stop - part.first:,} documents, wanted at least {needed:,} for one "
             f"sample of --seq-length {options.sequence_length:,}"
         )
