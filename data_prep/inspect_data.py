@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.blends import SPLITS, parse_blend, parse_split, split_bounds, split_range
+from megatron_lite.data.blends import (
+    DEFAULT_SPLIT,
+    SPLITS,
+    parse_blend,
+    parse_split,
+    split_bounds,
+    split_range,
+)
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
 from megatron_lite.files.command_line import Parser, number, run
@@ -82,13 +89,11 @@ def unigram_loss(dataset: IndexedDataset, vocab_size: int, split: str) -> tuple[
     is learnt has to do better than this. Returns (loss, the split it was measured on).
     """
     bounds = split_bounds(parse_split(split))
-    counts = {}
-    for name in SPLITS:
-        first, stop = split_range(bounds[name] or (0, 0), len(dataset))
-        counts[name] = np.zeros(vocab_size, np.int64)
-        ends = np.cumsum(dataset.sequence_lengths, dtype=np.int64)
-        low, high = (int(ends[first - 1]) if first else 0), (int(ends[stop - 1]) if stop else 0)
-        for position, tokens in pieces(dataset):
+    counts = {name: np.zeros(vocab_size, np.int64) for name in SPLITS}
+    ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
+    ranges = {name: ends[list(split_range(bounds[name] or (0, 0), len(dataset)))] for name in SPLITS}
+    for position, tokens in pieces(dataset):
+        for name, (low, high) in ranges.items():
             part = tokens[max(low - position, 0) : max(high - position, 0)]
             counts[name] += np.bincount(part.astype(np.int64), minlength=vocab_size)
     judged = "valid" if counts["valid"].any() else "train"
@@ -213,17 +218,14 @@ def print_shares(facts: Sequence[dict[str, Any]], weights: Sequence[float] | Non
 def main(argv: Sequence[str]) -> None:
     """Parse `argv`, inspect each dataset."""
     parser = Parser("Check tokenized datasets in full and show what is in them.")
-    parser.add_argument("data_path", nargs="+", help="PREFIX ... or WEIGHT PREFIX ..., without .bin or .idx")
-    parser.add_argument("--samples", type=number(0), default=3, help="documents shown as text (default: 3)")
-    parser.add_argument(
-        "--sample-tokens", type=number(1), default=64, help="tokens shown of each (default: 64)"
-    )
-    parser.add_argument("--png", type=Path, help="draw the histogram of one dataset's lengths into this file")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    parser.add_argument(
-        "--unigram-loss", action="store_true", help="the loss that token frequencies alone give"
-    )
-    parser.add_argument("--split", default="969,30,1", help="parts for --unigram-loss (default: 969,30,1)")
+    flag = parser.add_argument
+    flag("data_path", nargs="+", help="PREFIX ... or WEIGHT PREFIX ..., without .bin or .idx")
+    flag("--samples", type=number(0), default=3, help="documents shown as text (default: 3)")
+    flag("--sample-tokens", type=number(1), default=64, help="tokens shown of each (default: 64)")
+    flag("--png", type=Path, help="draw the histogram of one dataset's lengths into this file")
+    flag("--json", type=Path, help="write what was found to this file")
+    flag("--unigram-loss", action="store_true", help="print the loss that token frequencies alone give")
+    flag("--split", default=DEFAULT_SPLIT, help=f"parts for --unigram-loss (default: {DEFAULT_SPLIT})")
     add_tokenizer_flags(parser)
     arguments = parser.parse_args(argv)
     blend = parse_blend(arguments.data_path, "the data path")

@@ -8,12 +8,14 @@ give back, in the order of the input, so the number of workers never shows in th
 PREFIX.partial and gets its name when it is whole; after an interruption --resume goes on from there.
 """
 
+import math
 import os
 import signal
 import sys
 import time
 from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import dropwhile
@@ -143,7 +145,7 @@ def signature(source: Input, options: EncodingOptions, tokenizer: Tokenizer) -> 
     }
 
 
-def about(names: Sequence[str], tokenizer: Tokenizer, options: EncodingOptions) -> list[dict[str, Any]]:
+def about(tokenizer: Tokenizer, options: EncodingOptions) -> list[dict[str, Any]]:
     """What NAME.json says of each dataset: which tokenizer made it."""
     facts = {
         "tokenizer": tokenizer.name,
@@ -177,41 +179,15 @@ def take(tally: Tally, chunk: Chunk, encoded: Encoded, source: Input, skip_bad: 
     tally.position = chunk.end
 
 
-class Progress:
-    """A bar on a terminal; in a log a line every ten seconds, or after every `log_interval` documents."""
-
-    def __init__(self, total: int | None, log_interval: int | None) -> None:
-        self._interval, self._next, self._started = log_interval, log_interval or 0, time.perf_counter()
-        self._bar = tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            mininterval=0.2 if sys.stderr.isatty() else 10,
-            disable=log_interval is not None,
-            dynamic_ncols=True,
-            desc="tokenizing",
-            delay=1,  # a wrong input is reported without a bar before it
-        )
-
-    def update(self, size: int, documents: int, tokens: int) -> None:
-        """`size` more bytes are done; `documents` and `tokens` in all."""
-        rate = f"{tokens / max(1e-9, time.perf_counter() - self._started):,.0f} tokens/s"
-        self._bar.set_postfix_str(f"{documents:,} documents, {rate}", refresh=False)
-        self._bar.update(size)
-        if self._interval is not None and documents >= self._next:
-            print(f"{documents:,} documents, {tokens:,} tokens, {rate}", file=sys.stderr, flush=True)
-            self._next = documents + self._interval
-
-    def close(self) -> None:
-        self._bar.close()
-
-
 def tokenize(
     source: Input, options: EncodingOptions, journal: Journal, tally: Tally, arguments: Namespace
 ) -> None:
-    """Read, encode and append everything from where `tally` stands, committing every few seconds."""
-    progress = Progress(source.total_bytes, arguments.log_interval)
-    before, last_commit = tally.tokens, time.monotonic()
+    """Read, encode and append everything from where `tally` stands, committing every few seconds.
+
+    Progress is a bar on a terminal; in a log a line every ten seconds, or after every --log-interval documents.
+    """
+    before, started = tally.tokens, time.monotonic()
+    last_commit, next_line = started, arguments.log_interval or math.inf
     results = map_in_order(
         partial(ChunkEncoder, options),
         source.chunks(tally),
@@ -219,27 +195,37 @@ def tokenize(
         size=lambda chunk: chunk.size,
         keep=lambda chunk: replace(chunk, data=None),
     )
-    try:
+    bar = tqdm(
+        total=source.total_bytes,
+        unit="B",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+        disable=arguments.log_interval is not None,
+        dynamic_ncols=True,
+        desc="tokenizing",
+        delay=1,  # a wrong input is reported without a bar before it
+    )
+    with bar, closing(results):  # which ends the workers, whatever happened
         for chunk, encoded in results:
             take(tally, chunk, encoded, source, arguments.skip_bad_documents)
             for key, (tokens, lengths) in enumerate(zip(encoded.tokens, encoded.lengths)):
                 journal.append(key, tokens, lengths)
-            progress.update(chunk.size, tally.documents, tally.tokens - before)
             del encoded  # not to be held while the next document is read
-            if time.monotonic() - last_commit >= arguments.commit_interval:
+            now, new = time.monotonic(), tally.tokens - before
+            rate = f"{new / max(1e-9, now - started):,.0f} tokens/s"
+            bar.set_postfix_str(f"{tally.documents:,} documents, {rate}", refresh=False)
+            bar.update(chunk.size)
+            if tally.documents >= next_line:
+                print(f"{tally.documents:,} documents, {new:,} tokens, {rate}", file=sys.stderr, flush=True)
+                next_line = tally.documents + arguments.log_interval
+            if now - last_commit >= arguments.commit_interval:
                 journal.commit(asdict(tally))
                 last_commit = time.monotonic()
-    finally:
-        results.close()  # ends the workers, whatever happened
-        progress.close()
     if arguments.num_shards == 1 and tally.documents == tally.empty:
         what = f"{tally.documents:,} documents, all without text" if tally.documents else "no document"
-        bad = (
-            f" (bad ones were left out, {tally.skipped_words()}; first {tally.examples[0]})"
-            if tally.skipped
-            else ""
-        )
-        raise ConfigError(f"{source.words} holds {what}{bad}, wanted text to tokenize")
+        if tally.skipped:
+            what += f" (bad ones were left out, {tally.skipped_words()}; first {tally.examples[0]})"
+        raise ConfigError(f"{source.words} holds {what}, wanted text to tokenize")
     journal.commit(asdict(tally), complete=True)
 
 
@@ -264,11 +250,11 @@ def preprocess(arguments: Namespace) -> None:
     tally = Tally(**(journal.state or {}))
     if journal.state:
         print(f"going on after {tally.documents:,} documents, {tally.tokens:,} tokens", file=sys.stderr)
-    started, before = time.perf_counter(), tally.tokens
+    started, before = time.monotonic(), tally.tokens
     try:
         if not journal.complete:
             tokenize(source, options, journal, tally, arguments)
-        journal.publish(about(names, tokenizer, options))
+        journal.publish(about(tokenizer, options))
     except BaseException as error:
         if isinstance(error, OSError):
             error = disk_error(error, str(journal.folder))
@@ -280,21 +266,18 @@ def preprocess(arguments: Namespace) -> None:
                 hint = f"what was done is kept in '{journal.folder}': --resume goes on"
                 error = type(error)(f"{error}; {hint}".removeprefix("; "))
         raise error from None
-    summarise(tally, names, tokenizer, options, time.perf_counter() - started, before, arguments)
-
-
-def summarise(
-    tally: Tally,
-    names: Sequence[str],
-    tokenizer: Tokenizer,
-    options: EncodingOptions,
-    seconds: float,
-    before: int,
-    arguments: Namespace,
-) -> None:
-    """Print what was made. `before`: tokens of an earlier, interrupted run."""
-    done = tally.tokens - before
+    seconds = time.monotonic() - started
     print(f"tokenizer   {tokenizer.name}, {tokenizer.vocab_size:,} tokens, eod {tokenizer.eod}")
+    summarise(tally, options)
+    rate = (tally.tokens - before) / max(seconds, 1e-9)
+    print(f"time        {seconds:,.1f} s, {rate:,.0f} tokens/s with {arguments.workers} workers")
+    for name in names:
+        size = Path(f"{name}.bin").stat().st_size
+        print(f"written     {name}.bin ({size:,} bytes, {options.dtype}) and .idx")
+
+
+def summarise(tally: Tally, options: EncodingOptions) -> None:
+    """Print what the documents gave."""
     empty = f", {tally.empty:,} of them without text" if tally.empty else ""
     print(f"documents   {tally.documents:,}{empty}")
     if not options.append_eod:
@@ -304,28 +287,20 @@ def summarise(
     print(f"skipped     {tally.skipped_words()}")
     for example in tally.examples:
         print(f"            {example}")
-    rate = done / max(seconds, 1e-9)
-    print(f"time        {seconds:,.1f} s, {rate:,.0f} tokens/s with {arguments.workers} workers")
-    for name in names:
-        size = Path(f"{name}.bin").stat().st_size
-        print(f"written     {name}.bin ({size:,} bytes, {options.dtype}) and .idx")
 
 
 def main(argv: Sequence[str]) -> None:
     """Parse `argv`, check what argparse cannot, run."""
     arguments = build_parser().parse_args(argv)
+    keys = arguments.json_keys
     if arguments.split_sentences:
         raise ConfigError(
             "--split-sentences is not supported: GPT samples run over sentences and documents alike"
         )
     if bool(arguments.input) == bool(arguments.dataset):
         raise ConfigError("either --input or --dataset is wanted, and not both")
-    if len(set(arguments.json_keys)) < len(arguments.json_keys) or any(
-        "/" in key for key in arguments.json_keys
-    ):
-        raise ConfigError(
-            f"--json-keys is {' '.join(arguments.json_keys)}, wanted different keys without '/'"
-        )
+    if len(set(keys)) < len(keys) or any("/" in key for key in keys):
+        raise ConfigError(f"--json-keys is {' '.join(keys)}, wanted different keys without '/'")
     if arguments.shard_id >= arguments.num_shards:
         raise ConfigError(
             f"--shard-id is {arguments.shard_id}, wanted less than --num-shards {arguments.num_shards}"
@@ -343,40 +318,42 @@ def main(argv: Sequence[str]) -> None:
 def build_parser() -> Parser:
     """The flags of this script: Megatron's, and those for what it cannot do."""
     parser = Parser("Tokenize text into Megatron's indexed format.")
-    group = parser.add_argument_group("input")
-    group.add_argument(
-        "--input", nargs="+", help="files, folders, glob patterns: JSON lines, text, parquet; .gz, .zst"
+    flag = parser.add_argument_group("input").add_argument
+    flag("--input", nargs="+", help="files, folders, glob patterns: JSON lines, text, parquet; .gz, .zst")
+    flag("--json-keys", nargs="+", default=["text"], help="keys or columns; one dataset each")
+    flag("--dataset", help="instead of --input: name or folder for the `datasets` library")
+    flag("--dataset-split", default="train", help="split of --dataset (default: train)")
+    flag("--dataset-config", help="configuration name of --dataset")
+    flag("--skip-bad-documents", action="store_true", help="leave them out and count them by kind")
+    megabytes = {"type": number(0.001, float, 2000), "default": 64.0}
+    flag("--max-document-megabytes", **megabytes, help="longer ones are bad documents (default: 64)")
+    flag(
+        "--num-shards",
+        type=number(1),
+        default=1,
+        help="number of jobs that the input is cut into (default: 1)",
     )
-    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns; one dataset each")
-    group.add_argument("--dataset", help="instead of --input: name or folder for the `datasets` library")
-    group.add_argument("--dataset-split", default="train", help="split of --dataset (default: train)")
-    group.add_argument("--dataset-config", help="configuration name of --dataset")
-    group.add_argument(
-        "--skip-bad-documents", action="store_true", help="leave them out and count them by kind"
-    )
-    size = {"type": number(0.001, float, 2000), "default": 64.0}
-    group.add_argument("--max-document-megabytes", **size, help="longer ones are bad documents (default: 64)")
-    group.add_argument("--num-shards", type=number(1), default=1, help="cut the input into so many jobs")
-    group.add_argument("--shard-id", type=number(0), default=0, help="which of them this is, from 0")
+    flag("--shard-id", type=number(0), default=0, help="number of this job, from 0 (default: 0)")
     add_tokenizer_flags(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
-    group.add_argument("--append-eod", action="store_true", help="end each document with the tokenizer's eod")
-    group.add_argument("--resume", action="store_true", help="go on with PREFIX.partial if there is one")
-    interval = {"type": number(0, float), "default": 20.0}
-    group.add_argument(
-        "--commit-interval", **interval, help="seconds between points to resume from (default: 20)"
-    )
-    group = parser.add_argument_group("run")
+    flag = parser.add_argument_group("output").add_argument
+    flag("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx")
+    flag("--append-eod", action="store_true", help="end each document with the tokenizer's eod")
+    flag("--resume", action="store_true", help="go on with PREFIX.partial if there is one")
+    seconds = {"type": number(0, float), "default": 20.0}
+    flag("--commit-interval", **seconds, help="seconds between points to resume from (default: 20)")
+    flag = parser.add_argument_group("run").add_argument
     cores = len(os.sched_getaffinity(0))
-    group.add_argument("--workers", type=number(0), default=cores, help="processes; 0 = all in this one")
-    group.add_argument(
-        "--log-interval", type=number(1), help="a line after so many documents instead of a bar"
+    flag(
+        "--workers",
+        type=number(0),
+        default=cores,
+        help="processes (default: one a core); 0 = all in this one",
     )
-    group = parser.add_argument_group("Megatron's, without effect here")
-    group.add_argument("--split-sentences", action="store_true", help="refused: for BERT-style samples")
-    for flag in NO_EFFECT:
-        group.add_argument(flag, nargs="?", default=SUPPRESS, help="no effect")
+    flag("--log-interval", type=number(1), help="documents between lines of log instead of a bar")
+    flag = parser.add_argument_group("Megatron's, without effect here").add_argument
+    flag("--split-sentences", action="store_true", help="refused: for BERT-style samples")
+    for name in NO_EFFECT:
+        flag(name, nargs="?", default=SUPPRESS, help="no effect")
     return parser
 
 

@@ -169,31 +169,19 @@ def main(argv: Sequence[str]) -> None:
 def build_parser() -> Parser:
     """The flags of this script."""
     parser = Parser("Train a SentencePiece BPE tokenizer.")
-    parser.add_argument("--input", nargs="+", required=True, help="files, folders or glob patterns")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of the texts (default: text)")
-    parser.add_argument("--output", type=Path, required=True, help="the .model file to write")
-    parser.add_argument(
-        "--vocab-size",
-        type=number(NUM_BASE_PIECES + 2, int, 1_000_000),
-        default=4096,
-        help="pieces, with 3 special ones and 256 bytes among them (default: 4096)",
-    )
-    parser.add_argument(
-        "--sample-megabytes",
-        type=number(0.001, float, 1e9),
-        default=50.0,
-        help="train on an evenly spaced sample of so much of the input (default: 50)",
-    )
-    parser.add_argument(
-        "--character-coverage",
-        type=number(0.5, float, 1.0),
-        default=0.9999,
-        help="part of the text whose characters get pieces of their own; rarer ones are bytes (default: 0.9999)",
-    )
-    parser.add_argument(
-        "--special-tokens", nargs="*", default=[], help="further control tokens, never made from text"
-    )
-    parser.add_argument("--skip-bad-documents", action="store_true", help="leave out what cannot be read")
+    flag = parser.add_argument
+    flag("--input", nargs="+", required=True, help="files, folders or glob patterns")
+    flag("--json-keys", nargs="+", default=["text"], help="keys of the texts (default: text)")
+    flag("--output", type=Path, required=True, help="the .model file to write")
+    pieces = {"type": number(NUM_BASE_PIECES + 2, int, 1_000_000), "default": 4096}
+    flag("--vocab-size", **pieces, help="pieces, 3 special ones and 256 bytes among them (default: 4096)")
+    megabytes = {"type": number(0.001, float, 1e9), "default": 50.0}
+    flag("--sample-megabytes", **megabytes, help="size of the evenly spaced sample to train on (default: 50)")
+    share = {"type": number(0.5, float, 1.0), "default": 0.9999}
+    text = "part of the text whose characters get pieces of their own; rarer ones are bytes (default: 0.9999)"
+    flag("--character-coverage", **share, help=text)
+    flag("--special-tokens", nargs="*", default=[], help="further control tokens, never made from text")
+    flag("--skip-bad-documents", action="store_true", help="leave out what cannot be read")
     return parser
 
 
