@@ -32,32 +32,26 @@ SAME_TOKENIZER = ("tokenizer_fingerprint", "eod", "append_eod")
 
 def find_prefixes(words: Sequence[str]) -> list[str]:
     """The path prefixes that --input's words name. Raises ConfigError for a word without a pair behind it."""
-    found: list[str] = []
+    prefixes: list[str] = []
     for word in words:
-        path = Path(word)
-        if path.is_dir():
-            prefixes = sorted(str(item)[: -len(".idx")] for item in path.glob("*.idx"))
+        names = [word]
+        if Path(word).is_dir():
+            names = list(map(str, Path(word).glob("*.idx")))
         elif any(sign in word for sign in "*?["):
             names = glob.glob(word, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-            prefixes = sorted({_prefix(name) for name in names})
-        else:
-            prefixes = [_prefix(word)]
-        if not prefixes:
+        if not names:
             raise ConfigError(
                 f"--input '{word}' names no dataset, wanted PREFIX, a folder of pairs or a pattern"
             )
-        found.extend(prefixes)
-    if len(set(found)) < len(found):
-        prefix, times = Counter(found).most_common(1)[0]
+        prefixes += sorted(set(map(_prefix, names)))
+    prefix, times = Counter(prefixes).most_common(1)[0]
+    if times > 1:
         raise ConfigError(f"--input names '{prefix}' {times} times, wanted each dataset once")
-    return found
+    return prefixes
 
 
 def _prefix(word: str) -> str:
-    for suffix in (".bin", ".idx", ".json"):
-        if word.endswith(suffix):
-            return word[: -len(suffix)]
-    return word
+    return word.removesuffix(".bin").removesuffix(".idx").removesuffix(".json")
 
 
 def read_about(prefix: str) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,25 +15,11 @@ from megatron_lite.data.index_kernels import (
     build_shuffle_index,
     plan_epochs,
 )
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.mock_dataset import MockSource
 from megatron_lite.data.samples import SampleOptions, Samples
 
-
-class TokenSource(Protocol):
-    """What samples are cut from: IndexedDataset, or made-up tokens (mock_dataset)."""
-
-    path_prefix: str
-    sequence_lengths: np.ndarray  # int32 [sequences]
-    document_indices: np.ndarray  # int64 [documents + 1]
-    lengths_hash: str
-
-    def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
-        """Fill `out` with the tokens of `sequences`, joined, from `offset` on; returns how many there were."""
-
-    def document_of(self, index: int) -> int:
-        """Number of the document that holds a sequence."""
-
-    def identity(self) -> dict[str, Any]:
-        """What tells one version of the files from another, without reading them."""
+TokenSource = IndexedDataset | MockSource  # what samples are cut from
 
 
 @dataclass(frozen=True)

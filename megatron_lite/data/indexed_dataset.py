@@ -57,7 +57,6 @@ class IndexedDataset:
 
     def __init__(self, path_prefix: str | os.PathLike, mmap: bool = True, trusted: bool = False):
         self.path_prefix = os.fspath(path_prefix)
-        self.mmap = mmap
         self.idx_path, self.bin_path = f"{self.path_prefix}.idx", f"{self.path_prefix}.bin"
         self.bin_size = _size_of(self.bin_path)
         self._open_index()
@@ -222,10 +221,6 @@ class IndexedDataset:
             "path": os.path.abspath(self.path_prefix),  # noqa: PTH100  resolve() would follow links
             "files": [[state.st_size, state.st_mtime_ns] for state in states],
         }
-
-    def __reduce__(self):
-        # Worker processes that are spawned open the files again; a map or a descriptor cannot travel.
-        return type(self), (self.path_prefix, self.mmap, True)
 
     def __del__(self):
         if getattr(self, "_file", -1) >= 0:

@@ -105,8 +105,8 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
             what = "is a folder without files" if path.is_dir() else "names no file"
             raise ConfigError(f"--input '{word}' {what}, wanted a file, a folder or a glob pattern")
         paths.extend(sorted(files))
-    if len(set(paths)) < len(paths):
-        path, times = Counter(paths).most_common(1)[0]
+    path, times = Counter(paths).most_common(1)[0] if paths else ("", 0)
+    if times > 1:
         raise ConfigError(f"--input names '{path}' {times} times, wanted each file once")
     return paths
 

@@ -1,7 +1,6 @@
 """The .bin/.idx pair: strict opening, every dtype, several sequences a document, files past 4 GB, writing aside."""
 
 import os
-import pickle
 import re
 import struct
 import subprocess
@@ -129,9 +128,6 @@ def test_every_dtype_and_several_sequences_a_document(code, mmap, tmp_path):
     for out_of_range in [(0, 5), (0, 0, 5), (0, -1)]:
         with pytest.raises(IndexError):
             dataset.get(*out_of_range)
-    again = pickle.loads(pickle.dumps(dataset))
-    assert again.mmap == mmap
-    assert again.get(3).tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("mmap", [True, False])
