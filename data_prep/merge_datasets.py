@@ -7,7 +7,6 @@ copied, nothing is decoded, and memory does not grow with the data.
 """
 
 import glob
-import json
 import sys
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from megatron_lite.config import ConfigError
 from megatron_lite.data.indexed_dataset import IndexedDataset, write_pair
 from megatron_lite.files.command_line import Parser, make_folder_of, run
-from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.reading import read_object
 from megatron_lite.preprocessing.journal import disk_error
 
 COPY_BYTES = 1 << 24
@@ -56,16 +55,10 @@ def _prefix(word: str) -> str:
 
 def read_about(prefix: str) -> dict[str, Any] | None:
     """What PREFIX.json says of the tokenizer; None for a dataset that another program made."""
-    try:
-        content = json.loads(Path(f"{prefix}.json").read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        what = foreign_file(f"{prefix}.json")
-        raise ConfigError(
-            f"'{prefix}.json' is no JSON file, wanted what preprocess_data.py wrote there{what}"
-        ) from None
-    return content if isinstance(content, dict) else None
+    path = Path(f"{prefix}.json")
+    return (
+        read_object(path, f"'{path}' (wanted what preprocess_data.py wrote there)") if path.exists() else None
+    )
 
 
 def check_same(datasets: Sequence[IndexedDataset], about: Sequence[dict[str, Any] | None]) -> None:

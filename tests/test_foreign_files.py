@@ -7,12 +7,11 @@ import pytest
 
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.config import ConfigError, DataConfig
-from megatron_lite.data.blends import _read
 from megatron_lite.data.build import _read_counts
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed.environment import Environment
-from megatron_lite.hugging_face.fields import read_json
+from megatron_lite.files.reading import read_object, read_text
 from megatron_lite.hugging_face.folder import _open_weights
 from megatron_lite.planning.trace import read_trace
 from megatron_lite.preprocessing.text_files import identify
@@ -61,7 +60,7 @@ def _documents(path):
 
 
 READERS = {
-    "config.json": read_json,
+    "config.json": read_object,
     "model.safetensors": _open_weights,
     "pytorch_model.bin": _open_weights,
     "tokenizer.json": _tokenizer("HuggingFaceTokenizer", tokenizer_model=1),
@@ -72,18 +71,19 @@ READERS = {
     "merges.txt": _merges,
     "x.idx": lambda path: (path.with_suffix(".bin").write_bytes(b""), IndexedDataset(path.with_suffix(""))),
     "corpus.jsonl": _documents,
-    "data.args": lambda path: _read(str(path), "--data-args-path"),
+    "data.args": lambda path: read_text(str(path), "--data-args-path"),
     "counts.json": lambda path: _read_counts(str(path)),
     "timeline.json": read_trace,
     "flags.txt": lambda path: parse_arguments([f"@{path}"], Environment()),
 }
-# Read as what they are: compressed or marked JSON lines, GPT-2's first line of no merges, an empty file of flags.
+# Read as what they are: compressed or marked JSON lines, GPT-2's first line of no merges, an empty file of words.
 READ = {
     ("corpus.jsonl", "BOM"),
     ("corpus.jsonl", "gzip"),
     ("corpus.jsonl", "empty"),
     ("merges.txt", "empty"),
     ("flags.txt", "empty"),
+    ("data.args", "empty"),
 }
 
 

@@ -23,7 +23,7 @@ from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.declare import flag_name
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.files.command_line import Parser, number, run
-from megatron_lite.hugging_face.fields import read_json
+from megatron_lite.files.reading import read_object
 from megatron_lite.hugging_face.model_config import command_line_of, read_model_config
 from megatron_lite.planning.devices import DEVICES, GIB, Cluster, Device, custom_device
 from megatron_lite.planning.search import RECOMPUTE, Found, Layout, Plan, nothing_fits, search
@@ -93,7 +93,7 @@ def model_flags(path: Path | None) -> list[str]:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise ConfigError(f"--model {path}: wanted a Hugging Face model's folder, or its config.json")
-    return command_line_of(read_model_config(read_json(file), str(file))[0])
+    return command_line_of(read_model_config(read_object(file), str(file))[0])
 
 
 def parse_checked(words: Sequence[str]) -> Config:

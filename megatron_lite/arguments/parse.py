@@ -22,7 +22,7 @@ from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
 from megatron_lite.config.declare import finite_number, flag_of, in_words, whole_number
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.files.command_line import guarded
-from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.reading import read_text
 
 StoredConfig = dict[str, dict[str, Any]]
 
@@ -201,13 +201,9 @@ def _expand_files(argv: Sequence[str], opened: tuple[Path, ...]) -> list[str]:
         path = (opened[-1].parent if opened else Path()) / word[1:]
         if path in opened:
             raise ConfigError(f"{word} includes itself: {' -> '.join(map(str, (*opened, path)))}")
-        if path.is_file() and path.stat().st_size and (what := foreign_file(path)):
-            raise ConfigError(f"{word} cannot be read{what}")
+        text = read_text(path, word)
         try:
-            text = path.read_text(encoding="utf-8")
             inner = shlex.split(text.replace("\\\n", " "), comments=True)
-        except OSError as error:
-            raise ConfigError(f"{word} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise ConfigError(f"{word} cannot be read: {error}") from None
         words += _expand_files(inner, (*opened, path))

@@ -20,12 +20,12 @@ from megatron_lite.checkpoint.manifest import (
     TRAIN_STATE,
     IncompleteError,
     Manifest,
-    parse_object,
     read_manifest,
     why_incomplete,
 )
 from megatron_lite.checkpoint.storage import Storage, parent_of
 from megatron_lite.config import CheckpointConfig, ConfigError
+from megatron_lite.files.reading import parse_object
 
 POINTER = "latest_checkpointed_iteration.txt"
 ASIDE, REPLACED, WRITING = ".tmp", ".replaced", ".writing"

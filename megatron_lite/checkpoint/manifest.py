@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from megatron_lite.checkpoint.storage import Storage
+from megatron_lite.files.reading import parse_object
 
 MANIFEST = "manifest.json"
 CONFIG, TRAIN_STATE, METADATA = "config.json", "train_state.json", ".metadata"
@@ -61,21 +62,6 @@ def new_digest(algorithm: str = HASH) -> Any:
 def entry_of(data: bytes, algorithm: str = HASH) -> FileEntry:
     """The entry of a file with this content."""
     return FileEntry(len(data), _DIGESTS[algorithm](data).hexdigest())
-
-
-def parse_object(data: bytes) -> dict:
-    """The JSON object that a small file holds.
-
-    Raises:
-        ValueError: it holds something else, or nests so deep that nobody wrote it.
-    """
-    try:
-        content = json.loads(data)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, wanted an object")
-    return content
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:

@@ -5,13 +5,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_lite.config import ConfigError, DataConfig, refuse_together
-from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.reading import read_object, read_text
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
@@ -80,7 +79,7 @@ def plan_data(config: DataConfig) -> DataPlan:
     if config.data_path is not None:
         return _one_for_all(parse_blend(config.data_path, flag), config)
     if config.data_args_path:
-        return _one_for_all(parse_blend(_read(config.data_args_path, flag).split(), flag), config)
+        return _one_for_all(parse_blend(read_text(config.data_args_path, flag).split(), flag), config)
     if config.per_split_data_args_path:
         sets = _read_per_split(config.per_split_data_args_path, flag)
     else:
@@ -181,25 +180,13 @@ def _weight(word: str) -> float | None:
         return None
 
 
-def _read(path: str, flag: str) -> str:
-    if what := foreign_file(path):
-        raise ConfigError(f"{flag} cannot be read{what}")
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{flag} cannot be read: {reason}") from None
-
-
 def _read_per_split(path: str, flag: str) -> dict[str, dict[str, Blend]]:
     """{"train": [words], "valid": [words] or {"name": [words], ...}, "test": as valid}; any may be absent or null."""
-    try:
-        stored = json.loads(_read(path, flag))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag} is not JSON: {error}") from None
-    if not isinstance(stored, dict) or not set(stored) <= set(SPLITS):
-        keys = ", ".join(stored) if isinstance(stored, dict) else type(stored).__name__
-        raise ConfigError(f"{flag} holds {keys}, wanted an object with the keys train, valid, test")
+    stored = read_object(path, flag)
+    if not set(stored) <= set(SPLITS):
+        raise ConfigError(
+            f"{flag} holds {', '.join(stored)}, wanted an object with the keys train, valid, test"
+        )
     sets = {}
     for split, value in stored.items():
         named = value if isinstance(value, dict) and split != "train" else {split: value}

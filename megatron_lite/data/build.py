@@ -1,7 +1,6 @@
 """From flags to datasets: open the sources, build or read the index arrays, check, and tell what there is."""
 
 import errno
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.mock_dataset import MockSource
 from megatron_lite.data.samples import SampleOptions, Samples
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.reading import read_object
 
 # A source of a blend is asked for this part more than its share, as in Megatron-core: rounding on the way must
 # not leave it one sample short.
@@ -250,15 +249,16 @@ def _read_counts(path: str | None) -> dict[str, list[int]] | None:
     """--per-dataset-sequences-path: {prefix: [sequences, documents]}."""
     if path is None:
         return None
+    name = f"--per-dataset-sequences-path {path}"
     try:
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {prefix: [int(sequences), int(documents)] for prefix, (sequences, documents) in stored.items()}
-    except OSError as error:
-        raise ConfigError(f"--per-dataset-sequences-path {path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError):
-        raise ConfigError(
-            f"--per-dataset-sequences-path {path} is not JSON of {{prefix: [sequences, documents]}}{foreign_file(path)}"
-        ) from None
+        return {
+            prefix: [int(sequences), int(documents)]
+            for prefix, (sequences, documents) in read_object(path, name).items()
+        }
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{name} is not JSON of {{prefix: [sequences, documents]}}") from None
 
 
 def _compare_counts(counts: dict[str, list[int]], prefix: str, source: TokenSource, path: str) -> None:

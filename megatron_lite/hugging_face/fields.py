@@ -4,11 +4,9 @@ import functools
 import inspect
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import ConfigError
-from megatron_lite.files.foreign_files import foreign_file
 
 
 def words(text: str) -> frozenset[str]:
@@ -44,23 +42,6 @@ MATHS_FACTORS = words(
     num_local_experts partial_rotary_factor residual_multiplier rotary_pct scale_emb
     """
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: when there is no such file or something else is in it.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON{foreign_file(path) or f': {error}'}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, wanted a JSON object")
-    return content
 
 
 @dataclass(frozen=True)

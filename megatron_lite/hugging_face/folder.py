@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_lite.config import ConfigError, DataConfig, ModelConfig
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.reading import read_object
 from megatron_lite.hugging_face.family import Family
-from megatron_lite.hugging_face.fields import read_json
 from megatron_lite.hugging_face.imported_settings import end_ids, read_imported_settings
 from megatron_lite.hugging_face.model_config import read_model_config
 from megatron_lite.hugging_face.weights import HEAD_WEIGHT, tensor_maps, to_ours
@@ -49,7 +49,7 @@ class ModelFolder:
         if not path.is_dir():
             raise ConfigError(f"--hf-model '{path}' is not a folder")
         self.path = path
-        self.content: dict[str, Any] = read_json(path / "config.json")
+        self.content: dict[str, Any] = read_object(path / "config.json")
         self.model: ModelConfig
         self.family: Family
         self.model, self.family, self.log = read_model_config(
@@ -182,7 +182,7 @@ def _weight_files(path: Path) -> dict[str, Path]:
 
 
 def _indexed_files(path: Path, index: Path) -> dict[str, Path]:
-    places = read_json(index).get("weight_map")
+    places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise ConfigError(f"{index} has no weight_map of tensor names to file names")
     for file in set(places.values()):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.files.reading import read_object
 from megatron_lite.hugging_face.family import Family
-from megatron_lite.hugging_face.fields import config_class, read_json
+from megatron_lite.hugging_face.fields import config_class
 
 Settings = dict[str, Any]
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,9 +37,9 @@ def read_imported_settings(folder: Path, content: Mapping[str, Any], family: Fam
     config |= {name: content.get(name, defaults.get(name)) for name in TOKEN_IDS}
     settings: Settings = {"architecture": family.architecture, "config": config}
     if (folder / "generation_config.json").is_file():
-        settings["generation_config"] = read_json(folder / "generation_config.json")
+        settings["generation_config"] = read_object(folder / "generation_config.json")
     if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file():
-        settings["tokenizer_config"] = read_json(folder / "tokenizer_config.json")
+        settings["tokenizer_config"] = read_object(folder / "tokenizer_config.json")
         template = folder / "chat_template.jinja"
         if template.is_file():
             settings["tokenizer_config"]["chat_template"] = template.read_text(encoding="utf-8")

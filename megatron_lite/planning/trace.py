@@ -16,7 +16,7 @@ from typing import Any
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config
 from megatron_lite.arithmetic.pipeline_schedule import Action, Event, Timeline, runnable_schedule
 from megatron_lite.config import Config, ConfigError
-from megatron_lite.files.foreign_files import foreign_file
+from megatron_lite.files.reading import read_object
 from megatron_lite.files.writing import write_aside
 
 FORMAT = "megatron_lite timeline 1"
@@ -149,16 +149,9 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: the file cannot be read or is none.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(
-            f"{path} is no file of --timeline, wanted JSON whose format is '{FORMAT}'{foreign_file(path)}"
-        )
+    content = read_object(path)
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no file of --timeline, wanted JSON whose format is '{FORMAT}'")
     try:
         config = Config.from_dict(content["config"])
         plans = tuple(plan_from_config(config))

@@ -109,7 +109,7 @@ def indexed(folder, places):
 
 DAMAGE = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read: No such file"),
     "cut": (truncate, "not a whole safetensors file"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
     "missing": (
@@ -131,7 +131,7 @@ DAMAGE = {
         "ties the head to the embedding, but",
     ),
     "planted": (planted, "weights_only"),
-    "text": (lambda f: (f / "pytorch_model.bin.index.json").write_text("<html>"), "is not JSON"),
+    "text": (lambda f: (f / "pytorch_model.bin.index.json").write_text("<html>"), "it is an HTML"),
     "outside": (lambda f: indexed(f, {"model.norm.weight": "../model.safetensors"}), "in the same folder"),
     "absent file": (lambda f: indexed(f, {"model.norm.weight": "a.safetensors"}), "does not exist"),
     "wrong file": (lambda f: indexed(f, {"nothing": "model.safetensors"}), "looks for nothing in"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_lite.config import ConfigError
-from megatron_lite.hugging_face.fields import read_json
+from megatron_lite.files.reading import read_object
 from megatron_lite.hugging_face.model_config import read_model_config
 
 GOOD = {
@@ -207,6 +207,6 @@ def test_a_file_that_is_no_config(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match="config.json"):
-        read_json(path)
+        read_object(path)
     path.write_text(json.dumps(GOOD))
-    assert read_json(path) == GOOD
+    assert read_object(path) == GOOD

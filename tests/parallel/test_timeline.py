@@ -156,7 +156,7 @@ def test_times_are_medians_over_microbatches_and_passes():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: "no json", "is no file of --timeline"),
+        (lambda t: "no json", "is not JSON as wanted"),
         (lambda t: t | {"format": "another"}, f"wanted JSON whose format is '{FORMAT}'"),
         (lambda t: t | {"passes": []}, "is a damaged file of --timeline .*no passes"),
         (lambda t: t | {"config": {"model": 3}}, "is a damaged file"),
@@ -173,7 +173,7 @@ def test_times_are_medians_over_microbatches_and_passes():
         (lambda t: t | {"passes": [{"iteration": 1, "ranks": [[["F", 0, 0, 0]], []]}]}, "is a damaged file"),
         (lambda t: t | {"passes": [{"iteration": 1, "ranks": [[], []]}]}, "is a damaged file"),
         (lambda t: {"format": FORMAT}, "is a damaged file"),
-        (lambda t: [1], "is no file of --timeline"),
+        (lambda t: [1], "is not JSON as wanted"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path, change, words):
