@@ -1,9 +1,9 @@
-"""Text from a model: greedy or by chance, with keys and values of earlier positions kept.
+"""Text from a model: greedy or by sampling, with keys and values of earlier positions kept.
 
 Shapes: S prompt, V padded vocabulary, v true vocabulary.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,16 +52,14 @@ def generate(
     sampling: Sampling,
     generator: torch.Generator | None = None,
     stop: Collection[int] = (),
-    on_token: Callable[[int], None] | None = None,
 ) -> list[int]:
     """New tokens after a prompt.
 
     Args:
         model: all layers, in evaluation mode.
         prompt: at least one token id below the true vocabulary size.
-        generator: on the CPU; decides what is drawn.
+        generator: on the CPU; decides what is sampled.
         stop: ids that end the text; the one met is not returned.
-        on_token: called with each new id at once.
 
     Raises:
         ConfigError: for an empty prompt, an id outside the vocabulary, or more positions than the model has learned.
@@ -81,8 +79,6 @@ def generate(
         if chosen in stop:
             break
         new.append(chosen)
-        if on_token is not None:
-            on_token(chosen)
         tokens = torch.tensor([[chosen]], device=device)
     return new
 

@@ -41,15 +41,12 @@ class GPTEmbedding(nn.Module):
         )
         self.dropout = config.hidden_dropout
 
-    def forward(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor | None, first_position: int = 0
-    ) -> torch.Tensor:
-        """tokens [B, S] -> [B, S, H]; positions count from first_position unless position_ids [B, S] is given."""
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [B, S] -> [B, S, H]; positions 0..S-1 unless position_ids [B, S] is given."""
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             if position_ids is None:
-                end = first_position + tokens.shape[1]
-                position_ids = torch.arange(first_position, end, device=tokens.device)[None]
+                position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
             hidden = hidden + self.position_embeddings(position_ids)
         return F.dropout(hidden, self.dropout, self.training)
 
@@ -159,17 +156,21 @@ class GPTChunk(nn.Module):
         Args:
             x: tokens [B, S] on the first stage, hidden [B, S, H] on the others.
             labels: [B, S], -100 where masked; used by the last stage only.
-            position_ids: [B, S]; by default 0..S-1.
+            position_ids: [B, S]; by default 0..S-1, or behind the cached positions.
             document_ids: [B, S]; attention stays inside equal ids. Or what `host_documents` gives.
             caches: a KeyValueCache per layer number; x then holds the positions after the cached ones.
 
         Returns:
             hidden [B, S, H]; on the last stage logits [B, S, V], or with labels the sum of the token losses (scalar).
         """
-        past = next(iter(caches.values())).seq_length if caches else 0
+        if caches and position_ids is None:
+            past = next(iter(caches.values())).seq_length
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
         if self.embedding is not None:
-            x = self.embedding(x, position_ids, past)
-        rotation = self._rotation(x, position_ids, past)
+            x = self.embedding(x, position_ids)
+        rotation = None
+        if self.rotary is not None:
+            rotation = self.rotary(x.shape[1] * self.sequence_shards, x.device, position_ids)
         documents = None if caches else self._documents(x, document_ids)
         x = self.run_layers(x, rotation, documents, caches)
         if self.lm_head is None:
@@ -187,13 +188,6 @@ class GPTChunk(nn.Module):
         for number, layer in self.layers.items():
             x = layer(x, rotation, documents, caches[number] if caches else None)
         return x
-
-    def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor | None, past: int) -> Rotation | None:
-        if self.rotary is None:
-            return None
-        if past and position_ids is None:
-            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
-        return self.rotary(x.shape[1] * self.sequence_shards, x.device, position_ids)
 
     def _documents(self, x: torch.Tensor, ids: torch.Tensor | Documents | None) -> Documents | None:
         if isinstance(ids, Documents):

@@ -6,6 +6,7 @@ D head width.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,30 +93,25 @@ def block_mask(
         return seen if window is None else seen & (i + offset - j <= window)
 
     batch = None if ids is None else ids.shape[0]
-    return block_mask_maker()(allowed, batch, None, num_queries, num_keys, device=device)
-
-
-@functools.cache
-def block_mask_maker() -> Callable[..., BlockMask]:
-    """create_block_mask, compiled: as it is it would hold the dense mask for a moment."""
-    return torch.compile(create_block_mask, dynamic=False)
+    # Compiled: as it is it would hold the dense mask for a moment.
+    return compiled(create_block_mask)(allowed, batch, None, num_queries, num_keys, device=device)
 
 
 def block_masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask
 ) -> torch.Tensor:
-    """FlexAttention: q [B, N, Q, D], k and v [B, G, K, D] -> [B, N, Q, D]."""
-    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    """FlexAttention: q [B, N, Q, D], k and v [B, G, K, D] -> [B, N, Q, D].
+
+    It is a kernel template: without compilation it falls back to a dense computation.
+    """
+    flex = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     return flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 @functools.cache
-def compiled_flex_attention() -> Callable[..., torch.Tensor]:
-    """FlexAttention is a kernel template: without compilation it falls back to a dense computation.
-
-    Made at its first use: importing the compiler costs seconds that a run without block masks need not pay.
-    """
-    return torch.compile(flex_attention, dynamic=False)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled, at its first use: importing the compiler costs seconds that most runs need not pay."""
+    return torch.compile(function, dynamic=False)
 
 
 def band_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -39,7 +39,7 @@ class RotaryEmbedding:
     def __init__(self, config: ModelConfig) -> None:
         self.interleaved = config.rotary_interleaved
         self._frequencies = inverse_frequencies(config)
-        self._cached: Rotation | None = None
+        self._cached: tuple[tuple[int, torch.device], Rotation] | None = None
 
     def __call__(
         self, seq_length: int, device: torch.device, position_ids: torch.Tensor | None
@@ -47,11 +47,10 @@ class RotaryEmbedding:
         """The rotation for positions 0..seq_length-1, or for position_ids [B, S] when given."""
         if position_ids is not None:
             return self._rotation(position_ids, device)
-        cached = self._cached
-        if cached is None or cached.seq_length != seq_length or cached.device != device:
-            cached = self._rotation(torch.arange(seq_length, device=device)[None], device)
-            self._cached = cached
-        return cached
+        key = (seq_length, device)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = (key, self._rotation(torch.arange(seq_length, device=device)[None], device))
+        return self._cached[1]
 
     def _rotation(self, positions: torch.Tensor, device: torch.device) -> "Rotation":
         if self._frequencies.device != device:
@@ -75,16 +74,6 @@ class Rotation:
         self.cos = cos
         self.sin = sin
         self.interleaved = interleaved
-
-    @property
-    def seq_length(self) -> int:
-        """Number of positions S."""
-        return self.cos.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the cosines lie."""
-        return self.cos.device
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate the first R channels of x [B, S, N, D]; the rest pass through. Computed in fp32 at least."""

@@ -75,8 +75,8 @@ def forced(monkeypatch, generation=9):
 
     for module in (attention, documents):
         monkeypatch.setattr(module, "gpu_generation", lambda device: generation)
-    monkeypatch.setattr(kernels, "block_mask_maker", lambda: create_block_mask)
-    monkeypatch.setattr(kernels, "compiled_flex_attention", lambda: flex)
+    uncompiled = {create_block_mask: create_block_mask, flex_attention: flex}
+    monkeypatch.setattr(kernels, "compiled", uncompiled.__getitem__)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
