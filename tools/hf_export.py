@@ -16,7 +16,7 @@ from megatron_lite.hugging_face.conversions import ExportOptions, export_checkpo
 from megatron_lite.hugging_face.families import FAMILIES
 from megatron_lite.hugging_face.output_folder import check_free
 from megatron_lite.hugging_face.shards import parse_size
-from megatron_lite.hugging_face.verification import add_verification_flags, tolerance_of
+from megatron_lite.hugging_face.verification import add_verification_flags
 from megatron_lite.model.loading import DTYPES
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
         dtype=DTYPES[arguments.dtype],
         max_shard_bytes=parse_size(arguments.max_shard_size, "--max-shard-size"),
         architecture=arguments.architecture,
-        tolerance=tolerance_of(arguments),
+        tolerance=arguments.tolerance,
     )
     check_free(arguments.output, "--output")
     source = CheckpointModel(arguments.load, arguments.ckpt_step)

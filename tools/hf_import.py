@@ -14,7 +14,7 @@ from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.conversions import import_folder
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.output_folder import check_free
-from megatron_lite.hugging_face.verification import add_verification_flags, tolerance_of
+from megatron_lite.hugging_face.verification import add_verification_flags
 
 
 def main(argv: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = None if arguments.no_tokenizer else source.tokenizer()
     name = tokenizer.name if tokenizer else "none"
     print(f"{arguments.hf_model}: {source.family.architecture}, tokenizer {name}")
-    import_folder(source, arguments.save, tokenizer, tolerance_of(arguments), print)
+    import_folder(source, arguments.save, tokenizer, arguments.tolerance, print)
 
 
 def build_parser() -> Parser:

@@ -62,10 +62,8 @@ class ConfigClass:
 @functools.cache
 def config_class(model_type: str) -> ConfigClass:
     """The configuration class of transformers for a model_type."""
-    from transformers import (  # seconds: a plan without --hf-model needs none of it
-        CONFIG_MAPPING,
-        PretrainedConfig,
-    )
+    # Seconds, which a plan without a Hugging Face model need not wait.
+    from transformers import CONFIG_MAPPING, PretrainedConfig
 
     kind = CONFIG_MAPPING[model_type]
     example = kind()
@@ -153,11 +151,11 @@ class ConfigFields:
             if name in self._taken or name in HARMLESS or name.startswith("_"):
                 continue
             own = name in self._class.own and value != self._class.defaults[name]
-            if own or (name in MATHS | MATHS_FACTORS and not _changes_nothing(name, value)):
+            maths = name in MATHS or name in MATHS_FACTORS
+            if own or (maths and not _changes_nothing(name, value)):
                 self.refuse(f"{name} = {json.dumps(value)}")
-            elif name in MATHS | MATHS_FACTORS or name not in self._class.defaults:
-                known = name in MATHS | MATHS_FACTORS
-                self.log.append(f"{name} = {json.dumps(value)} {'changes nothing' if known else 'ignored'}")
+            elif maths or name not in self._class.defaults:
+                self.log.append(f"{name} = {json.dumps(value)} {'changes nothing' if maths else 'ignored'}")
         if self.refused:
             raise ConfigError(
                 f"{self.where}: {self.architecture} with {' and '.join(self.refused)} computes something this model "

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_lite.config import ConfigError, DataConfig, ModelConfig
+from megatron_lite.config import ConfigError, DataConfig
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.files.foreign_files import foreign_file
 from megatron_lite.files.reading import read_object
-from megatron_lite.hugging_face.family import Family
 from megatron_lite.hugging_face.imported_settings import end_ids, read_imported_settings
 from megatron_lite.hugging_face.model_config import read_model_config
 from megatron_lite.hugging_face.weights import HEAD_WEIGHT, tensor_maps, to_ours
@@ -49,20 +48,19 @@ class ModelFolder:
         if not path.is_dir():
             raise ConfigError(f"--hf-model '{path}' is not a folder")
         self.path = path
-        self.content: dict[str, Any] = read_object(path / "config.json")
-        self.model: ModelConfig
-        self.family: Family
-        self.model, self.family, self.log = read_model_config(
-            self.content, str(path / "config.json"), vocabulary_multiple
-        )
-        self.settings = read_imported_settings(path, self.content, self.family)
+        config = path / "config.json"
+        content = read_object(config)
+        self.model, self.family, self.log = read_model_config(content, str(config), vocabulary_multiple)
+        self.settings = read_imported_settings(path, content, self.family)
         self._files = _weight_files(path)
         self._open: dict[str, Any] = {}
         if self.model.num_layers > len(self._files):
             raise ConfigError(
                 f"{path} has {len(self._files):,} tensors, too few for {self.model.num_layers:,} layers"
             )
-        self._prefix = self._find_prefix()
+        # Bare models (GPT-2's own files) leave out the prefix that the class with a head adds.
+        prefix = self.family.weights[0].theirs.split(".")[0] + "."
+        self._prefix = "" if any(name.startswith(prefix) for name in self._files) else prefix
         self.maps = tensor_maps(self.family, self.model)
         self._check_names()
 
@@ -72,7 +70,7 @@ class ModelFolder:
         Raises:
             ConfigError: for a damaged file.
         """
-        stored = self._stored_name(name)
+        stored = name.removeprefix(self._prefix)
         source = self._opened(self._files[stored])
         if isinstance(source, dict):
             return source[stored]
@@ -108,10 +106,12 @@ class ModelFolder:
         tokenizer.json comes first: it is what transformers itself reads.
         """
         folder = self.path.absolute()
-        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        model, vocabulary, merges = (
+            folder / name for name in ("tokenizer.model", "vocab.json", "merges.txt")
+        )
         if (folder / "tokenizer.json").is_file():
             return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-        if (model := folder / "tokenizer.model").is_file():
+        if model.is_file():
             return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
         if vocabulary.is_file() and merges.is_file():
             return DataConfig(
@@ -136,16 +136,8 @@ class ModelFolder:
             self._open = {key: _open_weights(file)}
         return self._open[key]
 
-    def _find_prefix(self) -> str:
-        """Bare models (GPT-2's own files) leave out the prefix that the class with a head adds."""
-        prefix = self.family.weights[0].theirs.split(".")[0] + "."
-        return "" if any(name.startswith(prefix) for name in self._files) else prefix
-
-    def _stored_name(self, name: str) -> str:
-        return name.removeprefix(self._prefix)
-
     def _check_names(self) -> None:
-        wanted = {self._stored_name(entry.theirs) for entry in self.maps}
+        wanted = {entry.theirs.removeprefix(self._prefix) for entry in self.maps}
         missing = sorted(wanted - set(self._files))
         if missing:
             raise ConfigError(
@@ -153,20 +145,16 @@ class ModelFolder:
             )
         extra = [name for name in self._files if name not in wanted and not name.endswith(TABLES)]
         if HEAD_WEIGHT in extra and not self.model.untie_embeddings_and_output_weights:
-            self._check_tied_head()
+            embedding = self.maps[0].theirs
+            if not torch.equal(self.read(HEAD_WEIGHT), self.read(embedding)):
+                raise ConfigError(
+                    f"{self.path}: config.json ties the head to the embedding, but {HEAD_WEIGHT} and {embedding} differ"
+                )
             extra.remove(HEAD_WEIGHT)
         if extra:
             raise ConfigError(
                 f"{self.path} has {len(extra):,} tensors that the model of its config.json has not, "
                 f"the first is {sorted(extra)[0]}"
-            )
-
-    def _check_tied_head(self) -> None:
-        head, embedding = self.read(HEAD_WEIGHT), self.read(self.maps[0].theirs)
-        if not torch.equal(head, embedding):
-            raise ConfigError(
-                f"{self.path}: config.json ties the head to the embedding, but {HEAD_WEIGHT} and "
-                f"{self.maps[0].theirs} differ"
             )
 
 
@@ -190,9 +178,8 @@ def _indexed_files(path: Path, index: Path) -> dict[str, Path]:
             raise ConfigError(f"{index} names the file '{file}', wanted one in the same folder")
         if not (path / file).is_file():
             raise ConfigError(f"{index} names {file}, which does not exist")
-        absent = {name for name, other in places.items() if other == file} - set(
-            _open_weights(path / file).keys()
-        )
+        named = {name for name, other in places.items() if other == file}
+        absent = named.difference(_open_weights(path / file).keys())
         if absent:
             raise ConfigError(f"{index} looks for {sorted(absent)[0]} in {file}, which does not hold it")
     return {name: path / file for name, file in places.items()}

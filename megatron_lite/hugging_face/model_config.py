@@ -29,16 +29,14 @@ def family_of(content: dict[str, Any], where: str) -> Family:
     Raises:
         ConfigError: for an architecture that is not among FAMILIES.
     """
-    names, model_type = content.get("architectures") or [], content.get("model_type")
-    wanted = f"wanted one of {', '.join(FAMILIES)}"
-    if not names:
-        family = next((family for family in FAMILIES.values() if family.model_type == model_type), None)
-        if family is None:
-            raise ConfigError(f"{where} names no architectures and model_type is {model_type}, {wanted}")
-        return family
+    names, model_type = content.get("architectures"), content.get("model_type")
+    if not names:  # then the type alone decides
+        names = [family.architecture for family in FAMILIES.values() if family.model_type == model_type]
     if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
-        shown = ", ".join(map(str, names)) if isinstance(names, list) else names
-        raise ConfigError(f"{where}: architectures is {shown}, {wanted}")
+        raise ConfigError(
+            f"{where}: architectures is {content.get('architectures')} and model_type {model_type}, wanted one of "
+            f"{', '.join(FAMILIES)}"
+        )
     family = FAMILIES[names[0]]
     if model_type not in (None, family.model_type):
         raise ConfigError(

@@ -6,7 +6,7 @@ Shapes: B rows, S positions, v true vocabulary.
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,42 +27,21 @@ class VerificationError(RunError):
     """Both sides computed different logits: the conversion is wrong, nothing was kept."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The largest difference of one prompt's logits, where, and how many next tokens agree."""
-
-    name: str
-    num_positions: int
-    largest: float
-    position: int
-    scale: float
-    same_choice: float
-
-    def within(self, tolerance: float) -> bool:
-        """Whether the difference is small against the logits; one that is not a number is not."""
-        return self.largest <= tolerance * max(1.0, self.scale)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.num_positions} positions, largest difference of logits {self.largest:.2e} "
-            f"(position {self.position}, largest logit {self.scale:.3g}), same next token {self.same_choice:.1%}"
-        )
-
-
 def add_verification_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a program that verifies a conversion."""
+    """The flags of a program that verifies a conversion: `tolerance`, None = no comparison."""
     parser.add_argument(
         "--tolerance",
         type=number(0, float),
         default=1e-4,
         help="largest difference of logits, as part of the largest logit (default: 1e-4)",
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare logits with transformers")
-
-
-def tolerance_of(arguments: argparse.Namespace) -> float | None:
-    """What these flags say: None = no comparison."""
-    return None if arguments.no_verify else arguments.tolerance
+    parser.add_argument(
+        "--no-verify",
+        dest="tolerance",
+        action="store_const",
+        const=None,
+        help="do not compare logits with transformers",
+    )
 
 
 def verify(
@@ -86,17 +65,23 @@ def verify(
         VerificationError: when the logits differ by more.
     """
     prompts = make_prompts(model, texts)
-    ours = our_logits(model, read, prompts)
-    results = compare(prompts, ours, their_logits(folder, family.architecture, prompts))
-    for result in results:
-        log(f"verified: {result}" if result.within(tolerance) else f"DIFFERENT: {result}")
-    wrong = [result for result in results if not result.within(tolerance)]
-    if wrong:
-        worst = max(wrong, key=lambda result: result.largest)
-        raise VerificationError(
-            f"logits differ from transformers' by {worst.largest:.2e} ({worst.name}), wanted at most {tolerance:g} "
-            f"of the largest logit {worst.scale:.3g}: nothing was kept"
+    ours, theirs = our_logits(model, read, prompts), their_logits(folder, family.architecture, prompts)
+    wrong = []
+    for name, a, b in zip(prompts, ours, theirs, strict=True):
+        assert a.shape == b.shape, (a.shape, b.shape)
+        difference = (a - b).abs().amax(dim=(0, 2)).nan_to_num(nan=float("inf"))  # [S]
+        largest, scale = difference.max().item(), b.abs().max().item()
+        same = (a.argmax(-1) == b.argmax(-1)).float().mean().item()
+        fits = largest <= tolerance * max(1.0, scale)
+        log(
+            f"{'verified' if fits else 'DIFFERENT'}: {name}: {a[..., 0].numel()} positions, largest difference of "
+            f"logits {largest:.2e} (position {int(difference.argmax())}, largest logit {scale:.3g}), "
+            f"same next token {same:.1%}"
         )
+        if not fits:
+            wrong.append((largest, f"by {largest:.2e} ({name}), wanted at most {tolerance:g} of {scale:.3g}"))
+    if wrong:
+        raise VerificationError(f"logits differ from transformers' {max(wrong)[1]}: nothing was kept")
 
 
 def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: int = 1) -> Prompts:
@@ -157,24 +142,3 @@ def their_logits(folder: Path, architecture: str, prompts: Prompts) -> list[torc
             raise ConfigError(f"transformers loads {folder} with {problem}: {sorted(loading[problem])[:4]}")
     model.eval()
     return [model(tokens, use_cache=False).logits for tokens in prompts.values()]
-
-
-def compare(
-    prompts: Prompts, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
-) -> list[Comparison]:
-    """One comparison a prompt; logits [B, S, v] of both sides."""
-    results = []
-    for (name, tokens), a, b in zip(prompts.items(), ours, theirs):
-        assert a.shape == b.shape, (a.shape, b.shape)
-        difference = (a - b).abs().amax(dim=(0, 2)).nan_to_num(nan=float("inf"))  # [S]
-        results.append(
-            Comparison(
-                name=name,
-                num_positions=tokens.numel(),
-                largest=difference.max().item(),
-                position=int(difference.argmax()),
-                scale=b.abs().max().item(),
-                same_choice=(a.argmax(-1) == b.argmax(-1)).float().mean().item(),
-            )
-        )
-    return results

@@ -151,7 +151,7 @@ REFUSED = {
         ["low_freq_factor is 4", "less than high_freq_factor 1"],
     ),
     "other model type": (GOOD | {"model_type": "mistral"}, ["LlamaForCausalLM", "model_type is mistral"]),
-    "architectures of objects": (GOOD | {"architectures": [{}]}, ["architectures is {}"]),
+    "architectures of objects": (GOOD | {"architectures": [{}]}, ["architectures is [{}]"]),
     "epsilon": (GOOD | {"rms_norm_eps": 0.0}, ["--norm-epsilon", "'0.0'"]),
     "endless epsilon": (GOOD | {"rms_norm_eps": float("inf")}, ["--norm-epsilon", "'inf'"]),
     "dropout": (GOOD | {"attention_dropout": 2.0}, ["--attention-dropout", "'2.0'"]),
