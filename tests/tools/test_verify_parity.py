@@ -18,6 +18,7 @@ from megatron_lite.parallel import pipeline as pipeline_module
 from megatron_lite.parallel.miniature import miniature
 from megatron_lite.parallel.tied import TiedWeights
 from megatron_lite.training import gradients as gradients_module
+from megatron_lite.training import run as run_module
 from tests.ranks import run_ranks
 from tools import verify_parity
 
@@ -59,8 +60,8 @@ def _scaled(options):
 
 def dropped_layer():
     """A split that forgets the last layer of stage 1."""
-    whole = verify_parity.plan_from_config
-    verify_parity.plan_from_config = lambda config: [
+    whole = run_module.plan_from_config
+    run_module.plan_from_config = lambda config: [
         replace(plan, layers=() if plan.stage == 1 else plan.layers) for plan in whole(config)
     ]
 
@@ -254,4 +255,4 @@ def test_a_new_optimizer_is_judged_by_itself_in_one_process(monkeypatch):
     model = GPTChunk(config.model, range(config.model.num_layers))
     (optimizer,) = verify_parity.torch_optimizers(config, model)
     assert type(optimizer) is torch.optim.Adagrad and optimizer.defaults["eps"] == 1e-5
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [verify_parity.DECAY, 0.0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [config.optimizer.weight_decay, 0.0]

@@ -15,13 +15,12 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from megatron_lite.arguments.parse import parse_arguments
-from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.partition import plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.checkpoint.dcp import _Planner
 from megatron_lite.checkpoint.manifest import FileEntry, Manifest
@@ -203,14 +202,11 @@ def start_of_model(layers: int) -> Costs:
     parsing = timed(lambda: parse_arguments(words_of(16, layers), Environment()))
     config = config_of(16, layers)
 
-    def build(stage: StagePlan) -> nn.Module:
-        return GPTChunk(config.model, stage.layers, stage.has_embedding, stage.has_lm_head)
-
     with fake_world(15, 16):
         mesh = build_mesh(config, torch.device("cpu"))
         splitting = timed(lambda: plan_from_config(config))
         stages = stages_of_rank(plan_from_config(config), 0)
-        building = timed(lambda: build_chunks(config, stages, mesh, build))
+        building = timed(lambda: build_chunks(config, stages, mesh, GPTChunk))
     return dict(zip(BUILD, (parsing, splitting, building), strict=True))
 
 
