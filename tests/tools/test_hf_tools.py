@@ -255,7 +255,7 @@ def hostile(folder):
         (hf_import, ("--hf-model", folder / "yarn", "--save", new), "rope_type = 'yarn'"),
         (hf_import, ("--hf-model", folder / "mamba", "--save", new), "MambaForCausalLM"),
         (hf_import, ("--hf-model", folder / "conflict", "--save", new), "rope_theta is 7.0"),
-        (hf_import, ("--hf-model", folder / "page", "--save", new), "is not JSON"),
+        (hf_import, ("--hf-model", folder / "page", "--save", new), "it is an XML page"),
         (
             hf_import,
             ("--hf-model", folder / "good", "--save", folder / "taken"),
