@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config import (
@@ -151,8 +150,7 @@ def train_in_layout(config: Config, batches: list[dict[str, torch.Tensor]]) -> O
 
 def per_token(loss_sum: torch.Tensor, tokens: int, mesh) -> float:
     """The loss per token of the global batch, from each rank's own sum; the same on every rank."""
-    dist.all_reduce(mesh.sum_over(loss_sum, "pp"), group=mesh.token_group)
-    return loss_sum.item() / tokens
+    return mesh.sum_over(loss_sum, "pp", "dp_replicate", "dp_shard", "cp").item() / tokens
 
 
 def bare_loss(model: GPTChunk, batch: dict[str, torch.Tensor], config: Config) -> torch.Tensor:

@@ -8,6 +8,7 @@ Exit code 0: fine; 1: --verify found damage, or --diff a difference; 2: there is
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 
@@ -16,79 +17,58 @@ import torch
 from megatron_lite.checkpoint.manifest import why_corrupt
 from megatron_lite.checkpoint.metadata import StoredTensor
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
-from megatron_lite.config import ConfigError
-from megatron_lite.files.command_line import guarded
+from megatron_lite.files.command_line import Parser, guarded
 
 SHOWN_STATE = ("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations", "nan_iterations")
 
 
 def main() -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "checkpoint", help="a checkpoint folder, or a save folder: what --load would take from it"
-    )
+    """Returns the exit code; raises ConfigError when there is nothing to look at."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(__doc__.splitlines()[0], epilog=__doc__, formatter_class=form)
+    parser.add_argument("checkpoint", help="a checkpoint folder, or a save folder: what --load would take")
     parser.add_argument("--tensors", action="store_true", help="a line per tensor")
-    parser.add_argument(
-        "--config", action="store_true", help="every stored flag that is not None, False or empty"
-    )
+    parser.add_argument("--config", action="store_true", help="every stored flag but None, False and empty")
     parser.add_argument("--verify", action="store_true", help="compute every file's hash")
-    parser.add_argument(
-        "--diff", metavar="OTHER", help="compare with another checkpoint: flags, state, values"
-    )
+    parser.add_argument("--diff", metavar="OTHER", help="compare with another: flags, state, values")
     arguments = parser.parse_args()
-    try:
-        with CheckpointReader(arguments.checkpoint) as reader:
-            if arguments.diff:
-                with CheckpointReader(arguments.diff) as other:
-                    return report_difference(reader, other)
-            describe(reader)
-            if arguments.config:
-                print("\n".join(flag_lines(reader)))
-            if arguments.tensors:
-                print("\n".join(tensor_lines(reader.names())))
-            return verify(reader) if arguments.verify else 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with CheckpointReader(arguments.checkpoint) as reader:
+        if arguments.diff:
+            with CheckpointReader(arguments.diff) as other:
+                return report_difference(reader, other)
+        describe(reader)
+        if arguments.config:
+            print("\n".join(flag_lines(reader)))
+        if arguments.tensors:
+            print("\n".join(tensor_lines(reader.names())))
+        return verify(reader) if arguments.verify else 0
 
 
 def describe(reader: CheckpointReader) -> None:
     """The summary that is always printed."""
-    for note in reader.stored.notes:
-        print(f"note       {note}")
-    state, model = reader.train_state, reader.config.get("model", {})
-    print(f"folder     {reader.path}")
-    print("state      " + ", ".join(f"{key} {state[key]:,}" for key in SHOWN_STATE if key in state))
-    layout = state.get("layout")
-    print(
-        "layout     " + (", ".join(f"{axis} {n}" for axis, n in layout.items()) if layout else "one process")
-    )
-    print(
-        f"model      {model.get('num_layers')} layers, hidden {model.get('hidden_size')}, "
-        f"{model.get('num_attention_heads')} heads, vocabulary {model.get('vocab_size')} "
-        f"(padded {model.get('padded_vocab_size')})"
-    )
-    tensors = reader.names()
-    weights = {name: tensors[name] for name in reader.weight_names()}
-    kinds = {
-        "weights": weights,
-        "optimizer": {n: t for n, t in tensors.items() if n.startswith(OPTIMIZER_PREFIX)},
-        "random": {n: t for n, t in tensors.items() if n.startswith(RANDOM_PREFIX)},
-    }
-    for kind, group in kinds.items():
-        elements = sum(torch.Size(t.shape).numel() for t in group.values())
-        print(
-            f"{kind:10} {len(group):,} tensors, {elements:,} elements, {sum(t.nbytes for t in group.values()):,} bytes"
-        )
-    manifest = reader.stored.manifest
-    print(
-        f"files      {len(manifest.files):,}, {sum(e.size for e in manifest.files.values()):,} bytes; sizes agree"
-    )
+    state, model, tensors = reader.train_state, reader.config.get("model", {}), reader.names()
+    layout = ", ".join(f"{axis} {n}" for axis, n in (state.get("layout") or {}).items())
+    rows = [("note", note) for note in reader.stored.notes]
+    rows += [
+        ("folder", reader.path),
+        ("state", ", ".join(f"{key} {state[key]:,}" for key in SHOWN_STATE if key in state)),
+        ("layout", layout or "one process"),
+        (
+            "model",
+            f"{model.get('num_layers')} layers, hidden {model.get('hidden_size')}, "
+            f"{model.get('num_attention_heads')} heads, vocabulary {model.get('vocab_size')} "
+            f"(padded {model.get('padded_vocab_size')})",
+        ),
+    ]
+    for kind, prefix in (("weights", None), ("optimizer", OPTIMIZER_PREFIX), ("random", RANDOM_PREFIX)):
+        names = [n for n in tensors if n.startswith(prefix)] if prefix else reader.weight_names()
+        elements = sum(math.prod(tensors[n].shape) for n in names)
+        size = sum(tensors[n].nbytes for n in names)
+        rows.append((kind, f"{len(names):,} tensors, {elements:,} elements, {size:,} bytes"))
+    files = reader.stored.manifest.files
+    rows.append(("files", f"{len(files):,}, {sum(e.size for e in files.values()):,} bytes; sizes agree"))
+    for name, text in rows:
+        print(f"{name:10} {text}")
 
 
 def flag_lines(reader: CheckpointReader) -> Iterator[str]:
@@ -100,12 +80,12 @@ def flag_lines(reader: CheckpointReader) -> Iterator[str]:
 
 
 def tensor_lines(tensors: dict[str, StoredTensor]) -> Iterator[str]:
-    """Name, shape, dtype, bytes, pieces."""
+    """Name, shape, dtype, bytes, chunks."""
     width = max(map(len, tensors), default=0)
     for name, tensor in sorted(tensors.items()):
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        yield f"{name:{width}}  {shape:>14}  {dtype:8}  {tensor.nbytes:>15,} bytes  {len(tensor.chunks)} pieces"
+        yield f"{name:{width}}  {shape:>14}  {dtype:8}  {tensor.nbytes:>15,} bytes  {len(tensor.chunks)} chunks"
 
 
 def verify(reader: CheckpointReader) -> int:
@@ -123,10 +103,8 @@ def verify(reader: CheckpointReader) -> int:
 def report_difference(one: CheckpointReader, other: CheckpointReader) -> int:
     """Print what differs: flags, counters, tensors by name, shape and value; 1 when anything does."""
     print(f"- {one.path}\n+ {other.path}")
-    lines = [
-        *nested_difference(one.config, other.config),
-        *nested_difference(one.train_state, other.train_state),
-    ]
+    lines = [*nested_difference(one.config, other.config)]
+    lines += nested_difference(one.train_state, other.train_state)
     lines += tensor_difference(one, other)
     print("\n".join(lines) if lines else "no difference")
     return 1 if lines else 0

@@ -12,16 +12,7 @@ in `megatron_lite.checkpoint.checkpointer` (Checkpointer: save, async save, load
     SAVE/iter_0000010/.metadata, *.distcp    tensors, in the format of torch.distributed.checkpoint
 """
 
-from megatron_lite.checkpoint.compare import Difference, check_resumable, compare_configs, stored_config
+from megatron_lite.checkpoint.compare import stored_config
 from megatron_lite.checkpoint.folder import StoredCheckpoint, check_folders, find_checkpoint, find_in
 
-__all__ = [
-    "Difference",
-    "StoredCheckpoint",
-    "check_folders",
-    "check_resumable",
-    "compare_configs",
-    "find_checkpoint",
-    "find_in",
-    "stored_config",
-]
+__all__ = ["StoredCheckpoint", "check_folders", "find_checkpoint", "find_in", "stored_config"]

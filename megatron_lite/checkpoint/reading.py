@@ -64,16 +64,9 @@ class CheckpointReader:
         Raises:
             ConfigError: there is no such tensor, or its bytes cannot be read.
         """
-        return self.read_rows(name, 0, None)
-
-    def read_rows(self, name: str, start: int, stop: int | None) -> torch.Tensor:
-        """Rows [start, stop) of a tensor; only they are read. Raises ConfigError as read does."""
         stored = self._stored(name)
-        rows = [range(n)[start:stop] for n in stored.shape[:1]]  # none of a scalar
-        shape = (*map(len, rows), *stored.shape[1:])
-        target = torch.empty(shape, dtype=stored.dtype)
-        offsets = (*(r.start for r in rows), *(0 for _ in stored.shape[1:]))
-        self.fill({name: LocalShard(target, stored.shape, offsets)})
+        target = torch.empty(stored.shape, dtype=stored.dtype)
+        self.fill({name: LocalShard(target, stored.shape, (0,) * target.dim())})
         return target
 
     def fill(self, shards: Mapping[str, LocalShard]) -> None:

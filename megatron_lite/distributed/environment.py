@@ -61,9 +61,8 @@ def prepare_libraries(deterministic: bool) -> list[str]:
     for the opposite of CUDA_DEVICE_MAX_CONNECTIONS=1 together with FSDP2, and for a fixed NCCL_ALGO when deterministic.
     """
     notes = []
-    set_default(
-        "TORCH_GLOO_LAZY_INIT", "1"
-    )  # a socket for each pair that talks, not for each pair of each group
+    # A socket for each pair that talks, not for each pair of each group.
+    set_default("TORCH_GLOO_LAZY_INIT", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":

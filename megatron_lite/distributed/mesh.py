@@ -32,7 +32,6 @@ class ParallelMesh:
     root: DeviceMesh
     device: torch.device
     fsdp_mesh: DeviceMesh
-    token_group: dist.ProcessGroup
     host_group: dist.ProcessGroup | None
     sizes: Mapping[str, int]
     coordinates: Mapping[str, int]
@@ -72,23 +71,17 @@ def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
     """Make the mesh and every group. torch.distributed must be up with the world size the config says."""
     sizes = mesh_sizes(config)
     root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-    # The ranks that hold other tokens: often those of one axis, and then its group will do.
-    spread = [axis for axis in ("dp_replicate", "dp_shard", "cp") if sizes[axis] > 1] or ["dp_shard"]
-    tokens = (
-        root[spread[0]] if len(spread) == 1 else root["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
-    )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     # Hosts talk over it (a background save too) while the device's groups are busy with training; a dry run has none.
     host_group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_backend() != "fake" else None
     axes, fsdp_mesh = {axis: root[axis] for axis in AXES}, _fsdp_mesh(root)
     groups = {axis: mesh.get_group() for axis, mesh in axes.items()}
     shards = fsdp_mesh.get_group(fsdp_mesh.ndim - 1)
-    _connect(groups | {"dp x cp": tokens.get_group(), "dp_shard x cp": shards}, device, timeout)
+    _connect(groups | {"dp_shard x cp": shards}, device, timeout)
     return ParallelMesh(
         root,
         device,
         fsdp_mesh,
-        tokens.get_group(),
         host_group,
         sizes,
         coordinates={axis: mesh.get_local_rank() for axis, mesh in axes.items()},
@@ -164,12 +157,4 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor, on the device that the mesh communicates on."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local = tensor.to_local().to(tensor.device_mesh.device_type)
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    ).full_tensor()
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()

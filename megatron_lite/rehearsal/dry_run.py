@@ -179,7 +179,7 @@ def axes_of_groups(mesh: ParallelMesh) -> dict[str, str]:
     """Name of a process group -> the axis, or axes, that it lies along."""
     fsdp = mesh.fsdp_mesh
     shards = fsdp.get_group(fsdp.ndim - 1)
-    names = {mesh.token_group.group_name: "dp x cp", shards.group_name: "dp_shard x cp"}
+    names = {shards.group_name: "dp_shard x cp"}
     for axis in sorted(AXES, key=mesh.size):  # a group that is the whole world goes by the axis that fills it
         names[mesh.group(axis).group_name] = axis
     return names

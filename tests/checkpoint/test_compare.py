@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.checkpoint import check_resumable, compare_configs, stored_config
+from megatron_lite.checkpoint.compare import check_resumable, compare_configs, stored_config
 from megatron_lite.config import (
     CheckpointConfig,
     Config,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.writing import write_checkpoint
+from megatron_lite.files.command_line import guarded
 from tools import inspect_checkpoint
 
 
@@ -14,7 +15,10 @@ from tools import inspect_checkpoint
 def run(monkeypatch, capsys):
     def call(*argv):
         monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", *map(str, argv)])
-        code = inspect_checkpoint.main()
+        try:
+            code = guarded(inspect_checkpoint.main)
+        except SystemExit as leave:
+            code = leave.code
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
