@@ -31,16 +31,16 @@ class CheckpointModel:
         Raises:
             ConfigError: when there is none, or it does not hold the whole model that its configuration describes.
         """
-        found = find_in(load, step)
-        if found is None:
+        stored = find_in(load, step)
+        if stored is None:
             raise ConfigError(f"--load {load}: there is no checkpoint")
-        self.reader = CheckpointReader(found)
+        self.reader = CheckpointReader(stored)
         self.path = self.reader.path
         self.config = Config.from_dict(self.reader.config)
         self.train_state = self.reader.train_state
         self.model = self.config.model
         if self.model.vocab_size is None or self.model.padded_vocab_size is None:
-            raise ConfigError(f"{self.path} does not say how large its vocabulary is")
+            raise ConfigError(f"{self.path} does not hold the size of its vocabulary")
         settings = self.train_state.get("hugging_face")
         self.settings: dict[str, Any] | None = settings if isinstance(settings, dict) else None
         self.shapes = parameter_shapes(self.model)
@@ -55,7 +55,7 @@ class CheckpointModel:
         return load_chunk(self.model, range(self.model.num_layers), self.read, dtype, device)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that the checkpoint keeps; None when its configuration names none.
+        """The tokenizer in the checkpoint; None when its configuration names none.
 
         Raises:
             ConfigError: when its files are not there or its vocabulary is larger than the model's.
@@ -64,7 +64,7 @@ class CheckpointModel:
         if data.tokenizer_type is None:
             return None
         flags = stored_tokenizer_flags(data, Path(self.path) / "tokenizer")
-        # A NullTokenizer is told the size without its end of document.
+        # A NullTokenizer takes the size without its end of document.
         return build_tokenizer(flags, size - 1 if data.tokenizer_type == "NullTokenizer" else size)
 
     def has_imported_tokenizer(self, tokenizer: Tokenizer | None) -> bool:
@@ -86,8 +86,7 @@ class CheckpointModel:
                 f"{self.path} lacks {len(missing):,} weights of its model, the first is {missing[0]}"
             )
         for name, shape in self.shapes.items():
-            seen = tuple(stored[name].shape)
-            if seen != shape:
+            if (actual := tuple(stored[name].shape)) != shape:
                 raise ConfigError(
-                    f"{self.path}: {name} has shape {list(seen)}, by its configuration it is {list(shape)}"
+                    f"{self.path}: {name} has shape {list(actual)}, by its configuration it is {list(shape)}"
                 )

@@ -11,6 +11,7 @@ import torch
 
 from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.data import TOKENIZER_FLAGS
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.family import Family
@@ -100,7 +101,7 @@ def _write_settings(
     same = source.has_imported_tokenizer(tokenizer)
     beside, generation = exported_settings(source.settings, special, same, log)
     if source.settings and source.settings["architecture"] != family.architecture:
-        log(f"only the ids of special tokens are kept of {source.settings['architecture']}'s config.json")
+        log(f"only the ids of special tokens are taken from {source.settings['architecture']}'s config.json")
         beside = {key: value for key, value in beside.items() if key in TOKEN_IDS}
     word = str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", model_config_json(source.model, family, word, beside))
@@ -154,8 +155,8 @@ def import_folder(
     config = {"model": Config(model=source.model).to_dict()["model"]}
     fingerprint, files, texts = None, (), ()
     if tokenizer is not None:
-        kept = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-        config["data"] = {name: getattr(source.tokenizer_flags(), name) for name in kept}
+        flags = source.tokenizer_flags()
+        config["data"] = {name: getattr(flags, name) for name in TOKENIZER_FLAGS}
         fingerprint, files = tokenizer.fingerprint, tokenizer.files()
         texts = tokenizer.encode_batch(PROBE_TEXTS)
     state: dict[str, Any] = {"iteration": 0, "consumed_samples": 0, "weights_only": True}

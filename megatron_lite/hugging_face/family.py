@@ -15,10 +15,10 @@ Flags = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Fields of config.json and the flags that say the same.
+    """Fields of config.json and the flags of the same meaning.
 
     Attributes:
-        read: takes its fields and returns {field of ModelConfig: value}; what no flag can say it refuses
+        read: takes its fields and returns {field of ModelConfig: value}; what no flag can hold it refuses
             (`ConfigFields.refuse`).
         write: {field: value} of a model. Where the family has no word for a flag it writes its nearest: reading that
             back shows what does not fit.
@@ -61,7 +61,7 @@ class Family:
     weights: tuple[Weight, ...]
 
     def read(self, fields: ConfigFields) -> Flags:
-        """The flags that the fields say; widths that follow from others are filled in."""
+        """The flags of the fields; widths that follow from others are filled in."""
         flags = {name: value for row in self.rows for name, value in row.read(fields).items()}
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         flags["ffn_hidden_size"] = flags["ffn_hidden_size"] or 4 * hidden
@@ -71,7 +71,7 @@ class Family:
         return flags
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The fields of config.json that the flags say."""
+        """The fields of config.json of the flags."""
         return {name: value for row in self.rows for name, value in row.write(model).items()}
 
 
@@ -88,7 +88,7 @@ def same(theirs: str, ours: str, kind: type = int, needed: bool = False) -> Row:
 
 
 def always(**flags: Any) -> Row:
-    """Flags that every model of the family has, and no field says."""
+    """Flags that every model of the family has, without a field."""
     return Row(lambda fields: flags, lambda model: {})
 
 

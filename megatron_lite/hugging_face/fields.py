@@ -46,7 +46,7 @@ MATHS_FACTORS = words(
 
 @dataclass(frozen=True)
 class ConfigClass:
-    """What transformers' configuration class of a family says.
+    """The defaults and names of transformers' configuration class of a family.
 
     Attributes:
         defaults: {field: value} where config.json is silent.
@@ -138,7 +138,7 @@ class ConfigFields:
         self._taken.update(names)
 
     def refuse(self, what: str) -> None:
-        """Remember what no flag says."""
+        """Remember what no flag can hold."""
         self.refused.append(what)
 
     def finish(self) -> None:

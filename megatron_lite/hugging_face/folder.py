@@ -34,9 +34,9 @@ class ModelFolder:
     """config.json and weights of one model.
 
     Attributes:
-        model, family: what config.json says.
+        model, family: read from config.json.
         log: one line per value taken.
-        settings: what else it says, for an export to say again.
+        settings: what else is in it, for an export to write again.
     """
 
     def __init__(self, path: Path, vocabulary_multiple: int = 128) -> None:
@@ -137,13 +137,13 @@ class ModelFolder:
         return self._open[key]
 
     def _check_names(self) -> None:
-        wanted = {entry.theirs.removeprefix(self._prefix) for entry in self.maps}
-        missing = sorted(wanted - set(self._files))
+        expected = {entry.theirs.removeprefix(self._prefix) for entry in self.maps}
+        missing = sorted(expected - set(self._files))
         if missing:
             raise ConfigError(
                 f"{self.path} lacks {len(missing):,} tensors of the model, the first is {missing[0]}"
             )
-        extra = [name for name in self._files if name not in wanted and not name.endswith(TABLES)]
+        extra = [name for name in self._files if name not in expected and not name.endswith(TABLES)]
         if HEAD_WEIGHT in extra and not self.model.untie_embeddings_and_output_weights:
             embedding = self.maps[0].theirs
             if not torch.equal(self.read(HEAD_WEIGHT), self.read(embedding)):

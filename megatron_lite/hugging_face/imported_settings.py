@@ -1,7 +1,7 @@
-"""What a Hugging Face folder says beside the model's maths: kept in checkpoints, written again on export.
+"""What a Hugging Face folder holds beside the model's maths: stored in checkpoints, written again on export.
 
 Ends of text (one id or several), fields of config.json that have no flag here, generation_config.json, and of a
-tokenizer that is not copied as files what its tokenizer_config.json says of its use. Imports no torch.
+tokenizer that is not copied as files what its tokenizer_config.json holds of its use. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping

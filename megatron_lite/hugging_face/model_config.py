@@ -48,7 +48,7 @@ def family_of(content: dict[str, Any], where: str) -> Family:
 def read_model_config(
     content: dict[str, Any], where: str, vocabulary_multiple: int = 128
 ) -> tuple[ModelConfig, Family, list[str]]:
-    """What config.json says, as flags.
+    """The flags of a model by its config.json.
 
     Args:
         content: the parsed file.

@@ -57,10 +57,12 @@ def _merged(fields: ConfigFields) -> dict[str, Any]:
     for place, content in places.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{fields.where}: {place} is {content!r}, wanted an object")
-    said = [(f"{place}.{key}", key, value) for place, keys in places.items() for key, value in keys.items()]
-    said += [(key, key, fields.content.get(key)) for key in TOP_LEVEL]
+    entries = [
+        (f"{place}.{key}", key, value) for place, keys in places.items() for key, value in keys.items()
+    ]
+    entries += [(key, key, fields.content.get(key)) for key in TOP_LEVEL]
     merged: dict[str, tuple[str, Any]] = {}
-    for name, key, value in said:
+    for name, key, value in entries:
         if value is None:
             continue
         other, before = merged.setdefault("rope_type" if key == "type" else key, (name, value))

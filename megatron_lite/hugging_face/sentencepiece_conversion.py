@@ -1,6 +1,6 @@
 """A SentencePiece model as a pipeline of the `tokenizers` library that gives the same ids.
 
-What decides the ids there and how it is said here:
+What decides the ids there, and the same in the tokenizers library:
 
     normalisation (charsmap, spaces)     normalizers
     dummy prefix, spaces as "▁"          normalizers

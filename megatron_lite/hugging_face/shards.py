@@ -7,7 +7,6 @@ read, so the header can be written first.
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +14,9 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config import ConfigError
+from megatron_lite.files.writing import sync
+from megatron_lite.model.loading import Shape
 
-Shape = tuple[int, ...]
 FORMAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -99,5 +99,4 @@ def write_safetensors(
             tensor = read(name).to(dtype).contiguous()
             assert tuple(tensor.shape) == tuple(shape), (name, tensor.shape, shape)
             file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)

@@ -24,7 +24,7 @@ CROSSED_WINDOW = 1024
 
 
 class VerificationError(RunError):
-    """Both sides computed different logits: the conversion is wrong, nothing was kept."""
+    """Both sides computed different logits: the conversion is wrong, its result is removed."""
 
 
 def add_verification_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def make_prompts(model: ModelConfig, texts: Sequence[Sequence[int]] = (), seed: 
     """Tokens [B, S] by name: random ones over the whole vocabulary, and real ones.
 
     Args:
-        model: its limit of positions is kept, its window crossed where that is affordable.
+        model: prompts stay within its positions, and cross its window unless that is expensive.
         texts: token ids of real texts.
     """
     limit = model.max_position_embeddings

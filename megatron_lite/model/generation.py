@@ -1,4 +1,4 @@
-"""Text from a model: greedy or by sampling, with keys and values of earlier positions kept.
+"""Text from a model: greedy or by sampling, with a cache of the keys and values of earlier positions.
 
 Shapes: S prompt, V padded vocabulary, v true vocabulary.
 """

@@ -52,7 +52,7 @@ class GPTEmbedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); the mlp is a mixture where --moe-layer-freq says.
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)); the mlp is a mixture where --moe-layer-freq says.
 
     Args:
         number: its GLOBAL number.

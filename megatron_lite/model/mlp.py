@@ -1,4 +1,4 @@
-"""The feed-forward block. Shapes: B micro batch, S sequence, H hidden, F feed-forward width."""
+"""The MLP of a layer. Shapes: B micro batch, S sequence, H hidden, F feed-forward width."""
 
 import torch
 import torch.nn.functional as F

@@ -66,7 +66,7 @@ class RotaryEmbedding:
 class Rotation:
     """Cosines and sines [B or 1, S, 1, R], applied to queries and keys.
 
-    A plain object and not a tensor argument: FSDP's mixed precision casts tensor arguments of a block to
+    A plain object and not a tensor argument: FSDP's mixed precision casts tensor arguments of a layer to
     bf16, and positions past 256 need more than bf16's 8 bits.
     """
 
