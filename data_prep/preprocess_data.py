@@ -67,7 +67,6 @@ class Tally:
     examples: list[str] = field(default_factory=list)
     path: str = ""  # of the file that is being read
     position: int = 0  # of the next byte or row in it
-    lines: int | None = None  # before that position; None = not known: not read from the file's beginning
 
     def skipped_words(self) -> str:
         """How many documents were left out, and for what: '3: 2 null, 1 invalid JSON'."""
@@ -113,10 +112,6 @@ class Input:
             begin = max(span.start, start.position if span.file.path == start.path else 0)
             yield from read_chunks(replace(span, start=begin), self.keys, self.max_document_bytes)
 
-    def starts_at_top(self, path: str) -> bool:
-        """Whether the first line read of `path` is its first line."""
-        return all(span.start == 0 for span in self.spans if span.file.path == path)
-
     @property
     def total_bytes(self) -> int | None:
         """Bytes of text to come, None where only reading tells."""
@@ -160,12 +155,10 @@ def about(tokenizer: Tokenizer, options: EncodingOptions) -> list[dict[str, Any]
 
 def take(tally: Tally, chunk: Chunk, encoded: Encoded, source: Input, skip_bad: bool) -> None:
     """Count a chunk. Raises ConfigError at the first bad document unless such are skipped."""
-    if chunk.path != tally.path:
-        tally.path, tally.lines = chunk.path, 0 if source.starts_at_top(chunk.path) else None
     for bad in encoded.bad:
         shown = tally.skipped.get(bad.kind, 0)
         if not skip_bad or shown < MAX_EXAMPLES:
-            where = place(chunk.path, chunk.kind, chunk.offset, bad.line, source.files, tally.lines)
+            where = place(chunk, bad.line, source.files)
             if not skip_bad:
                 raise ConfigError(f"{where}: {bad.sentence}; --skip-bad-documents leaves such documents out")
             tally.examples.append(f"{where}: {bad.sentence}")
@@ -175,8 +168,7 @@ def take(tally: Tally, chunk: Chunk, encoded: Encoded, source: Input, skip_bad: 
         tally.empty += int(np.all([lengths == 0 for lengths in encoded.lengths], axis=0).sum())
     tally.tokens += sum(map(len, encoded.tokens))
     tally.text_bytes += encoded.text_bytes
-    tally.lines = None if tally.lines is None else tally.lines + encoded.num_lines
-    tally.position = chunk.end
+    tally.path, tally.position = chunk.path, chunk.end
 
 
 def tokenize(

@@ -70,7 +70,7 @@ def read_sample(
                 records = parse(chunk, keys)
                 if records.bad and not skip_bad:
                     bad = records.bad[0]
-                    where = place(chunk.path, chunk.kind, chunk.offset, bad.line, by_path)
+                    where = place(chunk, bad.line, by_path)
                     raise ConfigError(
                         f"{where}: {bad.sentence}; --skip-bad-documents leaves such documents out"
                     )

@@ -73,7 +73,8 @@ class IndexCache:
             build: makes (about, arrays).
             store: write what was built, for the processes that come later.
         """
-        name = entry_name(description)
+        text = json.dumps(description, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32] + ".index"
         content = None if self.trusted else content_hash()
         for folder in (self.folder, _machine_folder()):
             stored = _read(folder / name) if folder is not None else None
@@ -98,12 +99,6 @@ class IndexCache:
         why = "; ".join(problems) or "there is no folder to store the index in"
         note = f"{why}: every process holds its own, {size / 2**20:,.1f} MiB; --data-cache-path names a place"
         return IndexEntry(about, arrays, note=note)
-
-
-def entry_name(description: Mapping[str, Any]) -> str:
-    """The file name that stands for a description."""
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32] + ".index"
 
 
 def _machine_folder(create: bool = False) -> Path | None:

@@ -40,14 +40,12 @@ class Encoded:
         tokens: for each key the tokens of all documents, one after the other, [tokens].
         lengths: for each key the number of tokens of each document, int32 [documents]; 0 = no text in it.
         bad: the documents left out.
-        num_lines: lines (or rows) of the chunk, blank ones too.
         text_bytes: of the encoded texts, in UTF-8.
     """
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
     bad: list[BadDocument]
-    num_lines: int
     text_bytes: int
 
 
@@ -72,7 +70,6 @@ class ChunkEncoder:
             tokens=[tokens for tokens, _ in columns],
             lengths=[lengths for _, lengths in columns],
             bad=sorted(records.bad, key=lambda bad: bad.line),
-            num_lines=_num_lines(chunk),
             text_bytes=sum(utf8_size(text) for values in records.texts for text in values),
         )
 
@@ -111,9 +108,3 @@ def _ended(
     is_text[np.cumsum(ended)[lengths > 0] - 1] = False
     tokens[is_text] = ids
     return tokens, ended.astype(np.int32)
-
-
-def _num_lines(chunk: Chunk) -> int:
-    if chunk.kind == "jsonl":
-        return chunk.data.count(b"\n")
-    return len(chunk.data) if chunk.kind == "rows" else 1

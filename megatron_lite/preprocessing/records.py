@@ -139,23 +139,17 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "object" if isinstance(value, _Pairs | dict) else "list")
 
 
-def place(
-    path: str, kind: str, offset: int, line: int, files: dict[str, TextFile], lines_before: int | None = None
-) -> str:
-    """'file:line' (or 'file:row', 'file') of a document, for a message.
+def place(chunk: Chunk, line: int, files: dict[str, TextFile]) -> str:
+    """'file:line' (or 'file:row', 'file') of the document `line` lines after the first of `chunk`, for a message.
 
-    Args:
-        offset: where its chunk begins in the decompressed file: the lines before it are counted here, only when a
-            message needs them, so that a shard or a resumed run that starts in mid-file names the right line.
-        line: lines after the chunk's first.
-        lines_before: lines before the chunk, where the caller has counted them.
+    The lines before the chunk are counted here, only when a message needs them: it may be of a shard or a resumed
+    run that starts in mid-file.
     """
-    if kind == "rows":
-        return f"{path}:row {offset + line + 1:,}"
-    file = files.get(path)
+    if chunk.kind == "rows":
+        return f"{chunk.path}:row {chunk.offset + line + 1:,}"
+    file = files.get(chunk.path)
     if file is None or file.kind != "jsonl":
-        return path
-    if lines_before is None:
-        with open_stream(file) as stream:
-            lines_before = sum(piece.count(b"\n") for piece in pieces(stream, offset))
-    return f"{path}:{lines_before + line + 1}"
+        return chunk.path
+    with open_stream(file) as stream:
+        lines_before = sum(piece.count(b"\n") for piece in pieces(stream, chunk.offset))
+    return f"{chunk.path}:{lines_before + line + 1}"

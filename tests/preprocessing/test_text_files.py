@@ -152,7 +152,7 @@ def test_chunks_hold_whole_lines_and_can_be_entered_anywhere(tmp_path, monkeypat
         assert b"".join(item.data for item in rest) == data[chunk.offset :]
         line = data[: chunk.offset].count(b"\n")
         by_path = {source.path: source}
-        assert place(source.path, "jsonl", chunk.offset, 2, by_path) == f"{source.path}:{line + 3}"
+        assert place(chunk, 2, by_path) == f"{source.path}:{line + 3}"
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 50])
