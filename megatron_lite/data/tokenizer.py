@@ -8,7 +8,6 @@ What holds for every family:
 """
 
 import hashlib
-import json
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -28,6 +27,7 @@ from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import Ids, WordEncoder, encode_whole, flatten, word_encoder
 from megatron_lite.files.command_line import number
 from megatron_lite.files.foreign_files import foreign_content, foreign_file
+from megatron_lite.files.reading import read_object
 
 # Megatron's two patterns (megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py); v2 is its default.
 TIKTOKEN_PATTERNS = {
@@ -335,14 +335,9 @@ def _hugging_face(config: DataConfig, vocab_size: int | None) -> Tokenizer:
 def _special_texts(folder: Path, core: tokenizers.Tokenizer) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            content = json.loads((folder / name).read_text("utf-8"))
-        except FileNotFoundError:
-            continue
-        except ValueError:
-            raise ConfigError(f"'{folder / name}' is not valid JSON{foreign_file(folder / name)}") from None
+        content = read_object(folder / name) if (folder / name).is_file() else {}
         for key in SPECIAL_NAMES:
-            value = content.get(f"{key}_token") if isinstance(content, dict) else None
+            value = content.get(f"{key}_token")
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 texts[key] = text
