@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lite.arguments.parse import parse_arguments, with_checkpoint_config
+from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.layer_pattern import parse_layer_pattern
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.distributed.environment import Environment
@@ -12,8 +12,8 @@ DENSE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 
 MIXTURE = DENSE + " --num-experts 8 --moe-ffn-hidden-size 32"
 
 
-def config_of(words, base=MIXTURE):
-    return parse_arguments([*base.split(), *words.split()], Environment())
+def config_of(words, base=MIXTURE, stored=None):
+    return parse_arguments([*base.split(), *words.split()], Environment(), lambda config: stored)
 
 
 def error_of(words, base=MIXTURE):
@@ -221,17 +221,17 @@ def test_a_checkpoint_stores_the_experts():
     stored = config_of(words).to_dict()
     assert Config.from_dict(stored).model == config_of(words).model
     base = "--seq-length 32 --micro-batch-size 1 --train-iters 10 --lr 1e-3 --mock-data --use-checkpoint-args --load x"
-    taken = with_checkpoint_config(config_of("--moe-aux-loss-coeff 2e-2", base), stored).model
+    taken = config_of("--moe-aux-loss-coeff 2e-2", base, stored).model
     assert (taken.num_experts, taken.moe_router_topk, taken.moe_layer_freq) == (8, 3, (0, 1, 1, 1))
     assert taken.moe_aux_loss_coeff == (0.02,)
     with pytest.raises(
         ConfigError, match="--moe-router-topk is 2, the checkpoint of --use-checkpoint-args has 3"
     ):
-        with_checkpoint_config(config_of("--moe-router-topk 2", base), stored)
+        config_of("--moe-router-topk 2", base, stored)
     with pytest.raises(ConfigError, match="--moe-input-jitter-eps"):
-        with_checkpoint_config(config_of("--moe-input-jitter-eps 0.1", base), stored)
+        config_of("--moe-input-jitter-eps 0.1", base, stored)
     dense = config_of("", DENSE).to_dict()
     with pytest.raises(
         ConfigError, match="--num-experts is 8, the checkpoint of --use-checkpoint-args has None"
     ):
-        with_checkpoint_config(config_of("--num-experts 8", base), dense)
+        config_of("--num-experts 8", base, dense)

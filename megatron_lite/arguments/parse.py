@@ -33,47 +33,40 @@ _EPILOG = (
 )
 
 
-def parse_arguments(argv: Sequence[str], environment: Environment) -> Config:
+def parse_arguments(
+    argv: Sequence[str],
+    environment: Environment,
+    read_stored: Callable[[Config], StoredConfig | None] = lambda config: None,
+) -> Config:
     """The checked configuration of this command line, every derived value filled in.
 
-    With --use-checkpoint-args the model's flags are still open: call `with_checkpoint_config` next.
+    Args:
+        read_stored: called with --use-checkpoint-args and what the command line says; returns the Config.to_dict() of
+            the checkpoint to load, from which the model's flags come, or None where there is no checkpoint yet.
 
     Raises:
         ConfigError: one sentence about what is wrong.
     """
     words = _renamed(_without_quotes(_expand_files(argv, ())))
     config = place(*_read_words(words), environment)
-    return config if config.checkpoint.use_checkpoint_args else complete(config)
-
-
-def with_checkpoint_config(config: Config, stored: StoredConfig | None) -> Config:
-    """The second step of --use-checkpoint-args: model flags from a checkpoint's stored Config.to_dict(), then checked.
-
-    stored = None: there is no checkpoint yet, the command line has to say everything.
-
-    Raises:
-        ConfigError: as parse_arguments, and for a model flag that contradicts the checkpoint.
-    """
-    return complete(merge_stored(config, stored) if stored is not None else config)
+    stored = read_stored(config) if config.checkpoint.use_checkpoint_args else None
+    return complete(config if stored is None else merge_stored(config, stored))
 
 
 def parse_or_exit(
     argv: Sequence[str],
     environment: Environment,
-    read_stored: Callable[[Config], StoredConfig | None] | None = None,
+    read_stored: Callable[[Config], StoredConfig | None] = lambda config: None,
     check_folders: Callable[[CheckpointConfig], None] | None = None,
 ) -> Config:
     """`parse_arguments`, or the error on stderr once (rank 0 of the run) and exit code 2.
 
-    read_stored is called with --use-checkpoint-args and returns the stored configuration of the checkpoint to load.
     check_folders is called with --check; a run asks later, when it knows whether torchrun started it again.
     """
     if {"-h", "--help"} & set(argv):
         print_and_exit(build_parser().format_help() if environment.rank == 0 else "")
     try:
-        config = parse_arguments(argv, environment)
-        if config.checkpoint.use_checkpoint_args:
-            config = with_checkpoint_config(config, read_stored(config) if read_stored else None)
+        config = parse_arguments(argv, environment, read_stored)
         if config.command.check and check_folders is not None:
             check_folders(config.checkpoint)
     except ConfigError as error:
