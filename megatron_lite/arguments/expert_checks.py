@@ -184,3 +184,6 @@ def expert_notes(config: Config) -> list[str]:
             "in Megatron: --moe-router-dtype fp32 keeps them apart"
         ]
     return []
+
+
+CHECKS = (check_experts,)

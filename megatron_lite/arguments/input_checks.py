@@ -114,3 +114,6 @@ def _check_can_be_made(folder: Path, flag: str) -> None:
         raise ConfigError(
             f"{flag} writes to {folder}, but {there} {what}, wanted a folder that is there or can be made"
         )
+
+
+CHECKS = (check_not_empty, check_data_source, check_checkpoint, check_logging)

@@ -1,4 +1,4 @@
-"""Checks of the layout: processes, tensor and context ranks, pipeline, recomputation."""
+"""Checks of the layout: processes, tensor and context ranks, recomputation, batches, pipeline."""
 
 from megatron_lite.arguments.refusals import refuse_more
 from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
@@ -21,8 +21,7 @@ _NOT_WITH_SPLIT_BACKWARD = (
 )
 
 
-def check_world(config: Config) -> None:
-    """Raise ConfigError unless the processes divide into copies of the model."""
+def _check_world(config: Config) -> None:
     parallel = config.parallel
     world, needed = parallel.world_size, parallel.model_parallel_size
     if world % needed:
@@ -46,8 +45,7 @@ def check_world(config: Config) -> None:
         raise ConfigError(f"--rank {config.command.rank} is not one of {world} processes (0 to {world - 1})")
 
 
-def check_tensor_and_context(config: Config) -> None:
-    """Raise ConfigError unless tensor and context ranks can share the model and the sequence."""
+def _check_tensor_and_context(config: Config) -> None:
     parallel = config.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     reason = uneven_cut(config, tensor, context, parallel.sequence_parallel)
@@ -61,8 +59,7 @@ def check_tensor_and_context(config: Config) -> None:
         )
 
 
-def check_recompute(config: Config) -> None:
-    """Raise ConfigError for a method or a number of layers that its granularity does not have."""
+def _check_recompute(config: Config) -> None:
     parallel = config.parallel
     method, granularity = parallel.recompute_method, parallel.recompute_granularity
     if granularity == "full" and method is None:
@@ -75,8 +72,7 @@ def check_recompute(config: Config) -> None:
         refuse_more(config, "recompute_num_layers", "num_layers")
 
 
-def check_split_backward(config: Config) -> None:
-    """Raise ConfigError for what does not go with a schedule that splits the backward."""
+def _check_split_backward(config: Config) -> None:
     for name, value, reason in _NOT_WITH_SPLIT_BACKWARD:
         if splits_backward(config) and config.value(name) == value:
             raise ConfigError(
@@ -94,8 +90,26 @@ def check_split_backward(config: Config) -> None:
         )
 
 
-def check_pipeline(config: Config) -> None:
-    """Raise ConfigError unless the stages can be filled and each batch can be run by the schedule."""
+def _check_batch(config: Config) -> None:
+    micro, data_parallel = config.training.micro_batch_size, config.parallel.data_parallel_size
+    batches = {}
+    for first, size in BatchSchedule.from_config(config).steps:
+        start = (
+            "the start {} of --rampup-batch-size"
+            if config.training.rampup_batch_size
+            else "--global-batch-size {}"
+        )
+        batches[f"the batch of {{}} from sample {first:,} on" if first else start] = size
+    batches["--eval-global-batch-size {}"] = config.evaluation.eval_global_batch_size
+    for name, size in batches.items():
+        if size % (micro * data_parallel):
+            raise ConfigError(
+                f"{name.format(size)} does not divide by --micro-batch-size {micro} x data-parallel size "
+                f"{data_parallel} = {micro * data_parallel}"
+            )
+
+
+def _check_pipeline(config: Config) -> None:
     parallel = config.parallel
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     if size == 1 and chunks > 1:
@@ -120,3 +134,13 @@ def check_pipeline(config: Config) -> None:
         reason = check_microbatches(name, size, chunks, microbatches)
         if reason is not None:
             raise ConfigError(where + reason)
+
+
+CHECKS = (
+    _check_world,
+    _check_tensor_and_context,
+    _check_recompute,
+    _check_batch,
+    _check_split_backward,
+    _check_pipeline,
+)

@@ -59,3 +59,6 @@ def refuse_more(config: Config, low: str, high: str) -> None:
     """Raise ConfigError when the first field is more than the second; None is neither more nor less."""
     if None not in (config.value(low), config.value(high)) and config.value(low) > config.value(high):
         raise ConfigError(f"{config.shown(low)} is more than {config.shown(high)}")
+
+
+CHECKS = (check_tables,)

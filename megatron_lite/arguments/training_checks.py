@@ -1,12 +1,11 @@
-"""Checks of the run's length, its batches, its learning rate and its weight decay: what cannot be together."""
+"""Checks of the run's length, its learning rate and its weight decay: what cannot be together."""
 
-from megatron_lite.arithmetic.batch_size import BatchSchedule
 from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.declare import flag_name
 
 
-def check_length(config: Config) -> None:
+def _check_length(config: Config) -> None:
     """A run is counted in iterations or in samples, throughout (Megatron's rule)."""
     names = ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
     by_iterations, by_samples = (
@@ -22,28 +21,7 @@ def check_length(config: Config) -> None:
         )
 
 
-def check_batch(config: Config) -> None:
-    """Raise ConfigError for a batch that does not divide into microbatches on every data-parallel rank."""
-    micro, data_parallel = config.training.micro_batch_size, config.parallel.data_parallel_size
-    batches = {}
-    for first, size in BatchSchedule.from_config(config).steps:
-        start = (
-            "the start {} of --rampup-batch-size"
-            if config.training.rampup_batch_size
-            else "--global-batch-size {}"
-        )
-        batches[f"the batch of {{}} from sample {first:,} on" if first else start] = size
-    batches["--eval-global-batch-size {}"] = config.evaluation.eval_global_batch_size
-    for name, size in batches.items():
-        if size % (micro * data_parallel):
-            raise ConfigError(
-                f"{name.format(size)} does not divide by --micro-batch-size {micro} x data-parallel size "
-                f"{data_parallel} = {micro * data_parallel}"
-            )
-
-
-def check_learning_rate(config: Config) -> None:
-    """Raise ConfigError for a learning rate below its floor, or a warm-up or decay longer than the schedule."""
+def _check_learning_rate(config: Config) -> None:
     optimizer, training = config.optimizer, config.training
     if optimizer.lr is None:
         raise ConfigError("--lr is needed")
@@ -77,8 +55,7 @@ def check_learning_rate(config: Config) -> None:
             )
 
 
-def check_weight_decay(config: Config) -> None:
-    """Raise ConfigError for a style without its ends, or ends without a style."""
+def _check_weight_decay(config: Config) -> None:
     style = config.optimizer.weight_decay_incr_style
     ends = [config.is_set("start_weight_decay"), config.is_set("end_weight_decay")]
     if style == "constant" and any(ends):
@@ -90,3 +67,6 @@ def check_weight_decay(config: Config) -> None:
         raise ConfigError(
             f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
         )
+
+
+CHECKS = (_check_length, _check_learning_rate, _check_weight_decay)
