@@ -237,8 +237,8 @@ def preprocess(arguments: Namespace) -> None:
     names = output_names(arguments)
     make_folder_of(Path(names[0]), "--output-prefix")
     shard = f".{arguments.shard_id:05d}" if arguments.num_shards > 1 else ""
-    wanted = signature(source, options, tokenizer)
-    journal = Journal(f"{arguments.output_prefix}{shard}", names, options.dtype, wanted, arguments.resume)
+    prefix, facts = f"{arguments.output_prefix}{shard}", signature(source, options, tokenizer)
+    journal = Journal(prefix, names, options.dtype, facts, arguments.resume)
     tally = Tally(**(journal.state or {}))
     if journal.state:
         print(f"going on after {tally.documents:,} documents, {tally.tokens:,} tokens", file=sys.stderr)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import sentencepiece
@@ -88,12 +89,9 @@ def frequent_characters(texts: Sequence[str], vocab_size: int, coverage: float) 
     The most frequent ones that make up `coverage` of the text, but at most half of the pieces: a text in many
     scripts can have more characters than the vocabulary has pieces; the rare ones are spelled by bytes.
     """
-    counts = Counter()
-    for text in texts:
-        counts.update(text)
-    total, room = sum(counts.values()), (vocab_size - NUM_BASE_PIECES) // 2
-    kept, covered = set(), 0
-    for character, count in counts.most_common(room):
+    counts = Counter(chain.from_iterable(texts))
+    kept, covered, total = set(), 0, counts.total()
+    for character, count in counts.most_common((vocab_size - NUM_BASE_PIECES) // 2):
         if covered >= coverage * total:
             break
         kept.add(character)

@@ -63,11 +63,11 @@ def sample_counts(config: Config) -> Counts:
     batches, evaluation = BatchSchedule.from_config(config), config.evaluation
     train = 0 if config.training.skip_train else batches.total_samples
     batch_size = evaluation.eval_global_batch_size or config.training.global_batch_size
-    one = evaluation.eval_iters * batch_size
+    samples = evaluation.eval_iters * batch_size
     rounds = 1 + (batches.total_iterations // evaluation.eval_interval if evaluation.eval_interval else 0)
     if evaluation.full_validation and evaluation.eval_iters:
         return {"train": train, "valid": None, "test": None}
-    return {"train": train, "valid": rounds * one, "test": one}
+    return {"train": train, "valid": rounds * samples, "test": samples}
 
 
 def build_datasets(
@@ -173,16 +173,16 @@ class _Assembly:
             )
         return dataset
 
-    def _build_blend(self, split: str, name: str, blend: Blend, wanted: int | None) -> Samples:
-        weights = blend.weights if wanted is not None else None
+    def _build_blend(self, split: str, name: str, blend: Blend, num_samples: int | None) -> Samples:
+        weights = blend.weights if num_samples is not None else None
         asked: list[int | None] = [None] * len(blend.prefixes)
         if weights is not None:
-            shares = [math.ceil(wanted * weight) for weight in weights]
+            shares = [math.ceil(num_samples * weight) for weight in weights]
             asked = [math.ceil(share * (1 + MID_LEVEL_SURPLUS)) for share in shares]
         parts = [self._build_part(split, blend, *pair) for pair in zip(blend.prefixes, asked)]
         if weights is None:
             weights = [len(part) for part in parts]
-            size = None if wanted is None else min(wanted, sum(weights))
+            size = None if num_samples is None else min(num_samples, sum(weights))
         else:
             size = sum(shares)
         entry = build_blend(parts, weights, size, self._cache(blend.prefixes[0]), self.is_builder)
@@ -192,11 +192,11 @@ class _Assembly:
         self._tell(split, name, parts, [used / entry.about["samples"] for used in entry.about["used"]])
         return dataset
 
-    def _build_part(self, split: str, blend: Blend, prefix: str, wanted: int | None) -> GPTDataset:
+    def _build_part(self, split: str, blend: Blend, prefix: str, num_samples: int | None) -> GPTDataset:
         source = self._open(prefix)
         count = len(source.sequence_lengths)
         keep_partial = split != "train" and self.config.evaluation.full_validation
-        part = Part(*split_range(self.plan.bounds[split], count), wanted, keep_partial)
+        part = Part(*split_range(self.plan.bounds[split], count), num_samples, keep_partial)
         seed = self.config.training.seed
         try:
             entry = build_entry(source, part, self.options, seed, self._cache(prefix), self.is_builder)

@@ -28,23 +28,29 @@ class EpochPlan:
 
 
 def plan_epochs(
-    tokens_per_epoch: int, wanted: int | None, sequence_length: int, extra: int, keep_partial: bool = False
+    tokens_per_epoch: int,
+    num_samples: int | None,
+    sequence_length: int,
+    extra: int,
+    keep_partial: bool = False,
 ) -> EpochPlan:
-    """Epochs and samples for `wanted` samples (None: what one epoch gives); Megatron's separate-last-epoch rule.
+    """Epochs and samples for `num_samples` (None: what one epoch gives), by Megatron's separate-last-epoch rule.
 
     Args:
         extra: 1 when a sample reads one token more than sequence_length, else 0.
         keep_partial: round the number of samples up; the last one is then short.
     """
     assert tokens_per_epoch > 0 and sequence_length > 0 and extra in (0, 1)
-    epochs = 1 if wanted is None else max(1, -(-(wanted * sequence_length + extra) // tokens_per_epoch))
+    epochs = (
+        1 if num_samples is None else max(1, -(-(num_samples * sequence_length + extra) // tokens_per_epoch))
+    )
     tokens = epochs * tokens_per_epoch - extra
     samples = -(-tokens // sequence_length) if keep_partial else tokens // sequence_length
     before_last = None
     if epochs > 1:
         without_last = ((epochs - 1) * tokens_per_epoch - extra) // sequence_length
         per_epoch = (tokens_per_epoch - extra) // sequence_length
-        if wanted - without_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch):
+        if num_samples - without_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch):
             before_last = without_last
     return EpochPlan(epochs, samples, before_last)
 
@@ -54,15 +60,8 @@ def build_document_index(
 ) -> np.ndarray:  # int [num_epochs * (stop - first)]
     """The sequences first .. stop, once an epoch, shuffled over all epochs (the last one apart if planned so)."""
     dtype = np.int32 if stop <= 2**31 - 1 else np.int64
-    once = np.arange(first, stop, dtype=dtype)
-    if plan.samples_before_last is None:
-        order = np.tile(once, plan.num_epochs)
-        random.shuffle(order)
-        return order
-    order = np.tile(once, plan.num_epochs - 1)
-    random.shuffle(order)
-    random.shuffle(once)
-    return np.concatenate((order, once))
+    order = np.tile(np.arange(first, stop, dtype=dtype), plan.num_epochs)
+    return _shuffle(order, len(order) - (stop - first), plan, random)
 
 
 def build_shuffle_index(
@@ -71,11 +70,15 @@ def build_shuffle_index(
     """The order in which samples are read: a shuffle of all, or of the epochs before the last and of the last."""
     dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(plan.num_samples, dtype=dtype)
-    if plan.samples_before_last is None:
-        random.shuffle(order)
-    else:
-        random.shuffle(order[: plan.samples_before_last])
-        random.shuffle(order[plan.samples_before_last :])
+    return _shuffle(order, plan.samples_before_last, plan, random)
+
+
+def _shuffle(
+    order: np.ndarray, cut: int | None, plan: EpochPlan, random: np.random.RandomState
+) -> np.ndarray:
+    """Shuffle in place: all, or what lies before and behind `cut` apart when the last epoch is."""
+    for part in [order] if plan.samples_before_last is None else [order[:cut], order[cut:]]:
+        random.shuffle(part)
     return order
 
 

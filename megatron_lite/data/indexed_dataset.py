@@ -196,12 +196,12 @@ class IndexedDataset:
         begins = self.sequence_pointers[sequences].tolist()
         lengths = self.sequence_lengths[sequences].tolist()
         itemsize, tokens, mapped = self.dtype.itemsize, self._tokens, self._file < 0
-        filled, wanted = 0, len(out)
+        filled, size = 0, len(out)
         for position, length in enumerate(lengths):
             length -= offset
             end = filled + length
-            if end > wanted:
-                length, end = wanted - filled, wanted
+            if end > size:
+                length, end = size - filled, size
             if mapped:
                 begin = begins[position] // itemsize + offset
                 out[filled:end] = tokens[begin : begin + length]

@@ -114,7 +114,7 @@ class Loader:
         assert self._stop.alive, "the loader is closed"
         self._ask(count)
         asked = [self._asked.popleft() for _ in range(count)]
-        microbatches = [self._wait(microbatch) for microbatch in asked]
+        rows = [self._wait(microbatch) for microbatch in asked]
         self.consumed_samples += global_batch_size
         for microbatch in asked:
             for index in microbatch.indices:
@@ -122,10 +122,9 @@ class Loader:
                     self._read_of_source[self._dataset.source_of(index)] += 1
         if self._num_workers:
             self._ask(max(self._ahead, count), ahead=True)
-        return {
-            key: _join([self._placed(key, microbatch[key]) for microbatch in microbatches])
-            for key in microbatches[0]
-        }
+        if count == 1:
+            return {key: self._placed(key, tensor) for key, tensor in rows[0].items()}
+        return {key: torch.cat([self._placed(key, tensors[key]) for tensors in rows]) for key in rows[0]}
 
     def _placed(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if key in self._on_host else tensor.to(self._device, non_blocking=True)
@@ -157,17 +156,17 @@ class Loader:
         started, warn_at = time.monotonic(), min(_FIRST_WARNING_S, self._timeout / 2)
         line = f"data-parallel rank {self._rank}: no data of the {self._dataset.name} set"
         where = ""
-        while not wait([microbatch.made], max(0.0, started + warn_at - time.monotonic())).done:
+        while not wait([microbatch.tensors], max(0.0, started + warn_at - time.monotonic())).done:
             waited = time.monotonic() - started
             if waited >= self._timeout:
                 raise LoaderStalledError(f"{line} for {waited:.0f} s{where}")
             self._warn(f"warning: {line} for {waited:.0f} s: samples {microbatch.indices}{where}")
             # Only the second line says where: finding out reads the index, which may hang as well.
             warn_at, where = min(2 * waited, self._timeout), f", {self._where(microbatch)}"
-        return microbatch.made.result()
+        return microbatch.tensors.result()
 
     def _where(self, microbatch: "_Microbatch") -> str:
-        if not microbatch.made.running():
+        if not microbatch.tensors.running():
             return "the workers are busy with samples before these"
         places = [self._dataset.find_token(index) for index in microbatch.indices if index is not None]
         return f"reading {'; '.join(places)}"
@@ -178,7 +177,7 @@ class _Microbatch:
 
     def __init__(self, indices: list[int | None]):
         self.indices = indices
-        self.made: Future[Tensors] = Future()
+        self.tensors: Future[Tensors] = Future()
 
 
 def _serve(work: "queue.SimpleQueue[_Microbatch | None]", dataset: Samples, device: torch.device) -> None:
@@ -186,15 +185,15 @@ def _serve(work: "queue.SimpleQueue[_Microbatch | None]", dataset: Samples, devi
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread starts on device 0, and pinning would make a context there
     while (microbatch := work.get()) is not None:
-        microbatch.made.set_running_or_notify_cancel()
+        microbatch.tensors.set_running_or_notify_cancel()
         try:
             arrays = dataset.batch(microbatch.indices)
             tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
             if device.type == "cuda":
                 tensors = {key: tensor.pin_memory() for key, tensor in tensors.items()}
-            microbatch.made.set_result(tensors)
+            microbatch.tensors.set_result(tensors)
         except BaseException as error:  # noqa: BLE001  it belongs to the one who waits for the data
-            microbatch.made.set_exception(error)
+            microbatch.tensors.set_exception(error)
 
 
 def _stop(work: "queue.SimpleQueue[_Microbatch | None]", threads: list[threading.Thread]) -> None:
@@ -210,7 +209,3 @@ def _stop(work: "queue.SimpleQueue[_Microbatch | None]", threads: list[threading
     for thread in threads:
         if thread is not threading.current_thread():  # garbage may be collected in a worker
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
-
-
-def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

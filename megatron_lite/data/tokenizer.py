@@ -280,8 +280,7 @@ def build_tokenizer(config: DataConfig, vocab_size: int | None = None) -> Tokeni
 def add_tokenizer_flags(parser: ArgumentParser) -> None:
     """Add the tokenizer's flags to a script's parser, as the configuration declares them."""
     group = parser.add_argument_group("tokenizer")
-    declared = {item.name: item for item in fields(DataConfig)}
-    declared["vocab_size"] = next(item for item in fields(ModelConfig) if item.name == "vocab_size")
+    declared = {item.name: item for item in (*fields(DataConfig), *fields(ModelConfig))}
     for name in (*TOKENIZER_FLAGS, "vocab_size"):
         item = declared[name]
         whole = isinstance(item.default, int) or name == "vocab_size"

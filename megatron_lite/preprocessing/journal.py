@@ -72,11 +72,11 @@ class Journal:
 
     def _check_signature(self, stored: dict[str, Any]) -> None:
         for name in sorted({*self.signature, *stored}):
-            seen, wanted = stored.get(name), self.signature.get(name)
-            if seen != wanted:
+            theirs, ours = stored.get(name), self.signature.get(name)
+            if theirs != ours:
                 raise ConfigError(
-                    f"--resume: '{self.folder}' was made with another {name} ({_short(seen)}), this run has "
-                    f"{_short(wanted)}; remove the folder or leave --resume away to start afresh"
+                    f"--resume: '{self.folder}' was made with another {name} ({_short(theirs)}), this run has "
+                    f"{_short(ours)}; remove the folder or leave --resume away to start afresh"
                 )
 
     def _open(self, stored: dict[str, Any] | None) -> list[list[BinaryIO]]:
