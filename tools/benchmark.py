@@ -22,34 +22,26 @@ from megatron_lite.files.command_line import Parser, make_folder_of, number, run
 from megatron_lite.files.writing import write_aside
 from tools.benchmarks import (
     checkpoint,
-    fsdp,
     gpu,
-    memory,
     overhead,
-    pipeline,
     preprocess,
-    samples,
-    scaling,
     schedules,
     startup,
-    step,
+    steps,
 )
 from tools.benchmarks.comparison import Options, Table, render
 
 # Name -> suite; the first line of its docstring is what --list shows.
 SUITES: dict[str, Callable[[Options], list[Table]]] = {
-    "step": step.run,
+    "step": steps.step,
     "startup": startup.run,
     "overhead": overhead.run,
-    "fsdp": fsdp.run,
-    "pipeline": pipeline.run,
+    "fsdp": steps.fsdp,
+    "pipeline": steps.pipeline,
     "schedules": schedules.run,
-    "memory": memory.run,
-    "scaling": scaling.run,
+    "memory": steps.memory,
     "gpu": gpu.run,
     "preprocess": preprocess.run,
-    "index": samples.run_index,
-    "samples": samples.run_samples,
     "checkpoint": checkpoint.run,
 }
 

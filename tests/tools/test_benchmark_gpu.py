@@ -4,9 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
-from megatron_lite.files.command_line import RunError
 from tests.runs import ROOT
 from tools.benchmarks import gpu
 from tools.benchmarks.gpu import Measured, speeds
@@ -17,22 +14,10 @@ def test_it_starts(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
     suites = json.loads((tmp_path / "results.json").read_text())["suites"]
-    right, attention, steps, profile = suites["gpu"]
-    assert [row["verdict"] for row in right["rows"]] == ["ok"] * 5
-    assert all(row["value"] > 0 for row in attention["rows"] + steps["rows"])
+    right, steps = suites["gpu"]
+    assert [row["verdict"] for row in right["rows"]] == ["ok"] * 4
     assert len(steps["rows"]) == len(gpu.QUICK_ORDER) - 1
-    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
-    assert any("aten::mm" in fact for fact in profile["facts"])
-
-
-def test_attention_that_differs_is_no_figure(monkeypatch):
-    class OneDocument(gpu.Documents):
-        def __init__(self, ids):
-            super().__init__(0 * ids)
-
-    monkeypatch.setattr(gpu, "Documents", OneDocument)
-    with pytest.raises(RunError, match="not the same work: documents, one by one differs"):
-        gpu.attention(gpu.torch.device("cpu"), quick=True, repeats=1)
+    assert all(row["value"] > 0 for row in steps["rows"])
 
 
 def test_variants_are_held_against_bf16():
@@ -41,9 +26,11 @@ def test_variants_are_held_against_bf16():
         ("1B", "compile"): Measured([1.0, 1.0, 1.0], 5.0, 100, 20.0, 2**30),
         ("3B", "bf16"): "out of memory: as told",
     }
-    table = speeds(measured, ["125M bf16"], gpu.torch.device("cpu"), quick=False)
+    table = speeds(measured, ["125M bf16"], peak=None)
     (row,) = table.rows
     assert (row.name, row.value, row.low, row.high) == ("1B, compile", 2.0, 2.0, 3.0)
     assert "1B, bf16: 50 tokens/s, 10 TFLOP/s, MFU not available, 2.0 GiB." in table.facts
     assert "3B, bf16: out of memory: as told." in table.facts
     assert "Left out for want of time: 125M bf16." in table.facts
+    (mfu,) = (row for row in speeds(measured, [], peak=1e14).rows if row.name == "1B, MFU")
+    assert (mfu.value, mfu.verdict) == (0.2, "MISSED")

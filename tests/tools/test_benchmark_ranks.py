@@ -1,16 +1,20 @@
 """Suites on ranks: every one in its smallest form, figures and equal losses; what fails or hangs there ends the run."""
 
 import time
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
+from megatron_lite.arithmetic.pipeline_schedule import schedule_timeline
 from megatron_lite.files.command_line import RunError
-from megatron_lite.parallel.clock import Span
-from tools.benchmarks import fsdp, memory, pipeline, schedules
-from tools.benchmarks.baseline_model import QUICK, random_batches
-from tools.benchmarks.comparison import Options, refuse_unlike
+from megatron_lite.planning.trace import trace_of
+from tests.parity import make_config
+from tools.benchmarks import schedules, scripts, steps
+from tools.benchmarks.baseline_model import QUICK
+from tools.benchmarks.comparison import Options
 from tools.benchmarks.ranks import run_ranks
+from tools.benchmarks.steps import Contest, Entry
 
 SMALLEST = Options(repeats=1, quick=True)
 
@@ -30,35 +34,26 @@ def test_a_rank_that_fails_is_the_error():
 
 def test_ranks_that_hang_end_by_the_time_limit():
     started = time.monotonic()
-    with pytest.raises(RunError, match=r"ranks \[0, 1\] did not finish within the time limit"):
+    with pytest.raises(RunError, match="not all of 2 ranks finished within the time limit"):
         run_ranks(_fail_or_hang, 2, False, timeout=6)
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("suite", [fsdp, pipeline])
+@pytest.mark.parametrize("suite", [steps.fsdp, steps.pipeline], ids=lambda suite: suite.__name__)
 def test_steps_of_both_sides_do_the_same_work(suite):
-    (table,) = suite.run(SMALLEST)  # it refuses losses that differ
+    (table,) = suite(SMALLEST)  # it refuses losses that differ
     assert all(row.value > 0 for row in table.rows)
     assert {row.at_least for row in table.rows if row.name.startswith("ours")} == {0.95}
 
 
-def _losses(*flags):
-    batches = random_batches(QUICK, QUICK.micro_batch, 2)
-    steps = {
-        "script": fsdp.torch_step(QUICK, batches, fsdp.sharded),
-        "ours": fsdp.our_step(QUICK, batches, *flags),
-    }
-    return [{name: step() for name, step in steps.items()} for _ in range(6)][-1]
-
-
 def test_unlike_work_is_refused():
-    refuse_unlike("loss", run_ranks(_losses, 1)[0])
-    with pytest.raises(RunError, match="not the same work: loss of ours"):
-        refuse_unlike("loss", run_ranks(_losses, 1, "--lr 2e-3")[0])
+    faster = {"script": Entry(scripts.sharded), "ours": Entry(partial(scripts.ours, flags="--lr 2e-3"))}
+    with pytest.raises(RunError, match="not the same work: the last loss of ours"):
+        steps.race_table(Contest("", QUICK, faster), Options(repeats=3))
 
 
 def test_memory_counts_and_ours_holds_no_more():
-    one, two, stages = memory.run(SMALLEST)
+    one, two, stages = steps.memory(SMALLEST)
     verdicts = {row.name: row.verdict for table in (one, two, stages) for row in table.rows}
     assert "MISSED" not in verdicts.values()
     assert sum(verdict == "ok" for verdict in verdicts.values()) == 5
@@ -79,11 +74,9 @@ def test_every_schedule_is_run_and_predicted():
 
 def test_idle_share_of_known_spans():
     """Two ranks, two stages, one microbatch: F 1 s and 2 s, B 2 s and 4 s, one after the other: 9 s, half idle."""
-    ranks = [
-        [[Span("F", 0, 0, 0.0, 1.0), Span("B", 0, 0, 7.0, 9.0), Span("R", 0, -1, 9.0, 12.0)]],
-        [[Span("F", 1, 0, 1.0, 3.0), Span("B", 1, 0, 3.0, 7.0)]],
-    ]
-    found = schedules.summarise(ranks)
-    assert found.seconds == [9.0]
-    assert found.idle == [0.5]
-    assert schedules.predict("gpipe", 2, 1, 1, found.times).seconds == pytest.approx(9.0)
+    first = [("F", 0, 0, 0.0, 1.0), ("B", 0, 0, 7.0, 9.0)]
+    second = [("F", 1, 0, 1.0, 3.0), ("B", 1, 0, 3.0, 7.0)]
+    config = make_config(pp=2, schedule="gpipe", microbatches=1)
+    row = schedules.row_of_trace("gpipe", trace_of(config, "cpu", [[(0, first)], [(0, second)]]))
+    assert (row.value, row.note) == (1.0, "idle 50.0 %, simulator 50.0 %")
+    assert schedule_timeline("gpipe", 2, 1, 1).bubble_fraction == 0.5

@@ -1,11 +1,16 @@
 """What our steps are measured against: the same model and loop written by hand in bare PyTorch, on one page.
 
-Imports nothing but torch. Parameters have our global names, so our_run.load_initial_weights gives both sides the same
-first bits; as in our pipeline a model may be only some layers of the whole.
+    python -m tools.benchmarks.baseline_model '{"layers": 2, ...}' [FILE with weights and a batch]
+
+is the program that a start is measured against: one step, its loss. Imports nothing but torch. Parameters have our
+global names, so ours.with_initial_weights gives both sides the same first bits; as in our pipeline a model may be only
+some layers of the whole.
 
 Shapes: B micro batch, S sequence, H hidden, N heads, D head width, V vocabulary.
 """
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -164,3 +169,17 @@ def random_batches(sizes: Sizes, global_batch: int, steps: int) -> list[dict[str
     shape = (2, global_batch, sizes.seq_length)
     draws = [torch.randint(sizes.vocabulary, shape, generator=generator) for _ in range(steps)]
     return [{"tokens": tokens, "labels": labels} for tokens, labels in draws]
+
+
+def main(sizes: Sizes, given: str | None) -> None:
+    """One step, one line; without a file it draws weights and a batch itself, as a hand-written program would."""
+    model, batch = BareModel(sizes), random_batches(sizes, sizes.micro_batch, 1)[0]
+    if given is not None:
+        stored = torch.load(given)
+        model.load_state_dict(stored["weights"])
+        batch = stored["batch"]
+    print(f"loss {train_step(model, build_optimizer(model), batch, 1):.6E}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Sizes(**json.loads(sys.argv[1])), sys.argv[2] if len(sys.argv) > 2 else None)

@@ -2,12 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from megatron_lite.files.command_line import RunError
 
@@ -59,27 +56,17 @@ class Table:
     facts: Sequence[str] = field(default=())
 
 
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """So many threads for torch's operators, for the time of the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+Seconds = dict[str, list[float]]  # contestant -> seconds of its turns
 
 
-def take_turns(
-    contestants: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+def take_turns(contestants: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Seconds:
     """Seconds of each contestant's turns. A round lets each run once, every other round backwards, so that a machine
     that slows down, or a neighbour that leaves warm caches, favours none. The first `warm_up` rounds do not count.
 
     contestants: name -> does one turn and returns the seconds that count.
     """
     names = list(contestants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: Seconds = {name: [] for name in names}
     for turn in range(warm_up + repeats):
         for name in names if turn % 2 == 0 else reversed(names):
             taken = contestants[name]()
@@ -88,77 +75,58 @@ def take_turns(
     return seconds
 
 
-def speed(
+def row_of(
     name: str,
-    seconds: Mapping[str, Sequence[float]],
     baseline: str,
+    ratios: Sequence[float],
     at_least: float | None = None,
-    note: str = "",
-) -> Row:
-    """How fast `name` is as a share of `baseline` (above 1: faster): the median over the rounds' own ratios."""
-    ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
-    return Row(name, baseline, *quartiles(ratios), at_least=at_least, note=note)
-
-
-def cost(
-    name: str,
-    seconds: Mapping[str, Sequence[float]],
-    baseline: str,
     at_most: float | None = None,
     note: str = "",
 ) -> Row:
-    """How long `name` takes as a multiple of `baseline` (above 1: longer): the median over the rounds' own ratios."""
+    """A row of the median and the quartiles."""
+    several = ratios if len(ratios) > 1 else [*ratios, *ratios]
+    low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
+    return Row(name, baseline, middle, low, high, at_least, at_most, note)
+
+
+def speed(name: str, seconds: Seconds, baseline: str, at_least: float | None = None, note: str = "") -> Row:
+    """How fast `name` is as a share of `baseline` (above 1: faster), by the rounds' own ratios."""
+    ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
+    return row_of(name, baseline, ratios, at_least, None, note)
+
+
+def cost(name: str, seconds: Seconds, baseline: str, at_most: float | None = None, note: str = "") -> Row:
+    """How long `name` takes as a multiple of `baseline` (above 1: longer), by the rounds' own ratios."""
     ratios = [ours / theirs for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
-    return Row(name, baseline, *quartiles(ratios), at_most=at_most, note=note)
+    return row_of(name, baseline, ratios, None, at_most, note)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lower and upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
+def fastest(seconds: Seconds, per_second: float = 1.0) -> str:
+    """Each contestant's fastest turn, times a factor (1000: milliseconds)."""
+    return ", ".join(f"{name} {per_second * min(times):.4g}" for name, times in seconds.items())
 
 
-def refuse_unlike(what: str, values: Mapping[str, float], tolerance: float = 1e-4) -> None:
+def refuse_unlike(what: str, values: Mapping[str, object], tolerance: float = 1e-4) -> None:
     """Stop when contestants did not do the same work.
 
     Raises:
-        RunError: some value lies further than `tolerance` (relative) from the first.
+        RunError: some number lies further than `tolerance` (relative) from the first, or anything else differs.
     """
     (first, wanted), *others = values.items()
     for name, value in others:
-        if not math.isclose(value, wanted, rel_tol=tolerance):
-            raise RunError(f"not the same work: {what} of {name} is {value:.6g}, of {first} {wanted:.6g}")
-
-
-def refuse_different(what: str, values: Mapping[str, object]) -> None:
-    """Stop when contestants did not come to equal results (bytes, digests, orders).
-
-    Raises:
-        RunError: some value is not equal to the first.
-    """
-    (first, wanted), *others = values.items()
-    for name, value in others:
-        if value != wanted:
-            raise RunError(
-                f"not the same work: {what} of {name} is {_short(value)}, of {first} {_short(wanted)}"
-            )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        same = value == wanted
+        if isinstance(value, float) and isinstance(wanted, float):
+            same = math.isclose(value, wanted, rel_tol=tolerance)
+        if not same:
+            seen, expected = (str(text)[:60] for text in (value, wanted))
+            raise RunError(f"not the same work: {what} of {name} is {seen}, of {first} {expected}")
 
 
 def render(table: Table) -> str:
     """The table as Markdown."""
-    lines = [
-        f"### {table.title}",
-        "",
-        "| what | against | ratio | quartiles | wanted | | note |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = [f"### {table.title}", ""]
+    if table.rows:
+        lines += ["| what | against | ratio | quartiles | wanted | | note |", "|---|---|---|---|---|---|---|"]
     for row in table.rows:
         bounds = [f">= {row.at_least:.5g}"] if row.at_least is not None else []
         bounds += [f"<= {row.at_most:.5g}"] if row.at_most is not None else []

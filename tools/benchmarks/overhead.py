@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,16 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.indexed_dataset import write_pair
-from megatron_lite.data.loader import Loader
-from megatron_lite.data.samples import Samples
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.distributed.mesh import build_mesh
-from megatron_lite.distributed.process_group import process_group
 from megatron_lite.parallel.pipeline import Batch
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.run import Run, build_run
 from tools.benchmarks.baseline_model import QUICK, Sizes
-from tools.benchmarks.comparison import (
-    Options,
-    Row,
-    Table,
-    quartiles,
-    refuse_unlike,
-    speed,
-    take_turns,
-    torch_threads,
-)
-from tools.benchmarks.our_run import run_config
-from tools.benchmarks.our_step import build_prepared
+from tools.benchmarks.comparison import Options, Row, Table, refuse_unlike, row_of, speed, take_turns
+from tools.benchmarks.ours import build_prepared, run_config
+from tools.benchmarks.ranks import run_ranks
 
 THREADS = 2
 STEPS_A_TURN = 5
@@ -47,8 +36,16 @@ MOST = 0.02
 
 def run(options: Options) -> list[Table]:
     """All that a run does besides computing, as a share of its step: data, log, checkpoint checks, signals."""
-    with torch_threads(1 if options.quick else THREADS), tempfile.TemporaryDirectory() as folder:
-        return [measure(QUICK if options.quick else Sizes(), Path(folder), options)]
+    sizes = QUICK if options.quick else Sizes()
+    threads = 1 if options.quick else THREADS
+    with tempfile.TemporaryDirectory() as folder:
+        rows, step = run_ranks(measure, 1, sizes, Path(folder), options.repeats, threads=threads)[0]
+    facts = [
+        f"{sizes}, {threads} threads, a step of {1000 * step:.1f} ms (median).",
+        "Data from an indexed dataset with the default workers; metrics file, console line, a stop decision over all "
+        "ranks each step; no save falls into it. The computing is forward, backward, norm, clip, AdamW.",
+    ]
+    return [Table("overhead: data, log, checks and signals beside the computing of a step", rows, facts)]
 
 
 class ClockedTrainer(Trainer):
@@ -57,14 +54,12 @@ class ClockedTrainer(Trainer):
     def __init__(self, run: Run, datasets: Datasets) -> None:
         super().__init__(run, datasets, run.checkpointer(), Environment())
         self.loader = run.loader(datasets.train, 0)
-        self.computing = 0.0
-        self.loss = 0.0
+        self.computing = self.loss = 0.0
         self.shares: list[float] = []
         self._last: float | None = None
         self.on_step = (self._note,)
-        compute, update = run._forward_backward, run._update_weights
-        run._forward_backward = lambda *args: self._clocked(compute, *args)
-        run._update_weights = lambda *args: self._clocked(update, *args)
+        run._forward_backward = partial(self._clocked, run._forward_backward)
+        run._update_weights = partial(self._clocked, run._update_weights)
 
     def _clocked(self, part: Callable[..., Any], *args: Any) -> Any:
         started = time.perf_counter()
@@ -88,49 +83,35 @@ class ClockedTrainer(Trainer):
         return time.perf_counter() - started
 
 
-def measure(sizes: Sizes, folder: Path, options: Options) -> Table:
-    """The table: each interval's share, and the whole run against steps whose batches lie ready."""
-    prefix = write_data(sizes, folder)
-    turns = options.repeats + 1
+def measure(sizes: Sizes, folder: Path, repeats: int) -> tuple[list[Row], float]:
+    """(each interval's share, and the whole run against steps whose batches lie ready; seconds of a step)."""
+    prefix, device = write_data(sizes, folder), torch.device("cpu")
     configs = {f"log-interval {n}": config_of(sizes, prefix, folder, n) for n in LOG_INTERVALS}
     first = next(iter(configs.values()))
     datasets = build_datasets(first, build_tokenizer(first.data, sizes.vocabulary - 1))
-    with process_group(first, Environment()) as (device, _):
-        whole = {
-            name: ClockedTrainer(build_run(config, build_mesh(config, device), time.monotonic()), datasets)
-            for name, config in configs.items()
-        }
-        bare, losses = build_prepared(first, batches_of(first, datasets.train, turns * STEPS_A_TURN)), {}
+    whole = {
+        name: ClockedTrainer(build_run(config, build_mesh(config, device), time.monotonic()), datasets)
+        for name, config in configs.items()
+    }
+    steps, losses = (repeats + 1) * STEPS_A_TURN, {}
+    alone = build_prepared(first, batches_of(next(iter(whole.values())).run, datasets, steps))
 
-        def computing_only() -> float:
-            started = time.perf_counter()
-            for _ in range(STEPS_A_TURN):
-                losses["step alone"] = bare.step().loss
-            return time.perf_counter() - started
+    def computing_only() -> float:
+        started = time.perf_counter()
+        for _ in range(STEPS_A_TURN):
+            losses["step alone"] = alone.step().loss
+        return time.perf_counter() - started
 
-        contestants = {"step alone": computing_only} | {name: one.turn for name, one in whole.items()}
-        seconds = take_turns(contestants, options.repeats)
-        for name, one in whole.items():
-            losses[name] = one.loss
-            one.loader.close()
-    refuse_unlike(f"the loss after {turns * STEPS_A_TURN} steps", losses)
-    rows = [
-        Row(f"all else: share, {name}", "the iteration", *quartiles(one.shares), at_most=MOST)
-        for name, one in whole.items()
-    ]
-    for name in whole:
+    seconds = take_turns({"step alone": computing_only} | {n: one.turn for n, one in whole.items()}, repeats)
+    rows = []
+    for name, one in whole.items():
+        losses[name] = one.loss
+        one.loader.close()
+        rows.append(row_of(f"all else: share, {name}", "the iteration", one.shares, at_most=MOST))
         row = speed(name, seconds, "step alone", at_least=1 - MOST)
         rows.append(replace(row, name=f"whole run: speed, {name}"))
-    step = statistics.median(seconds["step alone"]) / STEPS_A_TURN
-    return Table(
-        "overhead: data, log, checks and signals beside the computing of a step",
-        rows,
-        [
-            f"{sizes}, {torch.get_num_threads()} threads, a step of {1000 * step:.1f} ms (median).",
-            "Data from an indexed dataset with the default workers; metrics file, console line, a stop decision over "
-            "all ranks each step; no save falls into it. The computing is forward, backward, norm, clip, AdamW.",
-        ],
-    )
+    refuse_unlike(f"the loss after {steps} steps", losses)
+    return rows, statistics.median(seconds["step alone"]) / STEPS_A_TURN
 
 
 def config_of(sizes: Sizes, prefix: str, folder: Path, log_interval: int) -> Config:
@@ -154,9 +135,9 @@ def write_data(sizes: Sizes, folder: Path) -> str:
     return prefix
 
 
-def batches_of(config: Config, dataset: Samples, count: int) -> list[Batch]:
+def batches_of(run: Run, datasets: Datasets, count: int) -> list[Batch]:
     """The first batches that a run reads."""
-    loader = Loader(dataset, config, 0, 1, 0)
-    batches = [loader.next_batch(config.training.global_batch_size) for _ in range(count)]
+    loader = run.loader(datasets.train, 0)
+    batches = [loader.next_batch(run.config.training.global_batch_size) for _ in range(count)]
     loader.close()
     return batches

@@ -1,4 +1,8 @@
-"""Our side of the comparisons with baseline_model.py: sizes as flags and a Config, the first weights."""
+"""Our side of a comparison: the baseline's sizes as flags, its first weights, the program's own step, fed by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from torch import nn
@@ -7,7 +11,11 @@ from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.config import Config
 from megatron_lite.distributed.environment import Environment
+from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.model.initialization import initial_rows
+from megatron_lite.parallel.pipeline import Batch
+from megatron_lite.training.metrics import StepResult
+from megatron_lite.training.run import Run, build_run
 from tools.benchmarks.baseline_model import (
     BETAS,
     CLIP,
@@ -16,6 +24,7 @@ from tools.benchmarks.baseline_model import (
     NORM_EPSILON,
     ROTARY_BASE,
     WEIGHT_DECAY,
+    BareModel,
     Sizes,
 )
 
@@ -42,14 +51,50 @@ def run_config(sizes: Sizes, *more: str, world_size: int = 1, data: str = "--moc
 
     more, data: flags as text, one or several to a string.
     """
-    words = " ".join([data, "--train-iters 100", *more]).split()
+    words = " ".join([data, "--train-iters 1000000", *more]).split()
     config = parse_arguments([*run_flags(sizes), *words], Environment(world_size=world_size))
     return with_vocabulary(config, sizes.vocabulary)
 
 
 @torch.no_grad()
-def load_initial_weights(model: nn.Module, config: Config) -> None:
-    """Give each parameter of an unsharded bare model the value that our run of this config starts from, by name."""
+def with_initial_weights(model: nn.Module, sizes: Sizes) -> nn.Module:
+    """An unsharded bare model, each parameter with the value that our run of this size starts from, by name."""
+    config = run_config(sizes)
     for name, parameter in model.named_parameters():
         rows = torch.arange(parameter.shape[0])
         parameter.copy_(initial_rows(name, tuple(parameter.shape), rows, config.model, config.training.seed))
+    return model
+
+
+def bare_model(sizes: Sizes) -> BareModel:
+    """The whole bare model with the weights that all start from."""
+    return with_initial_weights(BareModel(sizes), sizes)
+
+
+@dataclass
+class PreparedRun:
+    """A run whose batches lie ready: tokens and labels [M*B, S] of this data-parallel rank, taken round and round."""
+
+    run: Run
+    batches: Sequence[Batch]
+    _following: cycle = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._following = cycle(self.batches)
+
+    def next_batch(self, global_batch_size: int) -> Batch:
+        """The next batch, as the Loader gives it."""
+        return next(self._following)
+
+    def step(self) -> StepResult:
+        """The program's whole step, but for reading data."""
+        return self.run.step(self)
+
+
+def build_prepared(
+    config: Config,
+    batches: Sequence[Batch],
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+) -> PreparedRun:
+    """The run that pretrain_gpt.py would train, over batches on the device."""
+    return PreparedRun(build_run(config, build_mesh(config, device)), batches)

@@ -1,0 +1,171 @@
+"""The scripts that our steps are measured against: the bare model in torch's own classes and no more, and peers.
+
+A contestant is built from a Job and gives a Step. Every script starts from our initial weights and takes the same
+batches, so all losses have to agree.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lite.parallel.pipeline import Batch
+from tools.benchmarks.baseline_model import (
+    CLIP,
+    NORM_EPSILON,
+    ROTARY_BASE,
+    BareModel,
+    Sizes,
+    build_optimizer,
+    mean_loss,
+    train_step,
+)
+from tools.benchmarks.ours import bare_model, build_prepared, run_config, with_initial_weights
+
+Step = Callable[[], float]  # one whole step; the mean loss of the global batch
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all contestants do: batches of tokens and labels [M*B, S] of this data-parallel rank, in M microbatches."""
+
+    sizes: Sizes
+    batches: list[Batch]
+    microbatches: int
+    global_batch: int
+
+
+def ours(job: Job, flags: str = "") -> Step:
+    """The program's own step, in the layout that the flags ask for."""
+    batch = f"--global-batch-size {job.global_batch}"
+    prepared = build_prepared(
+        run_config(job.sizes, batch, flags, world_size=dist.get_world_size()), job.batches
+    )
+    return lambda: prepared.step().loss
+
+
+def loop(job: Job, model: nn.Module) -> Step:
+    """The bare loop around a model from tokens to logits; on several ranks each has its own samples."""
+    optimizer, following = build_optimizer(model), cycle(job.batches)
+
+    def step() -> float:
+        loss = torch.tensor(train_step(model, optimizer, next(following), job.microbatches))
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+    return step
+
+
+def bare(job: Job, recompute: bool = False) -> Step:
+    """One process, by hand; with `recompute` each block is recomputed in backward."""
+    model = bare_model(job.sizes)
+    if recompute:
+        for layer in model.layers.values():
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return loop(job, model)
+
+
+def sharded(job: Job) -> Step:
+    """FSDP2 as its tutorial has it: each block, then the rest."""
+    model = bare_model(job.sizes)
+    for layer in model.layers.values():
+        fully_shard(layer)
+    return loop(job, fully_shard(model))
+
+
+def replicated(job: Job) -> Step:
+    """DistributedDataParallel."""
+    return loop(job, DistributedDataParallel(bare_model(job.sizes)))
+
+
+def pipelined(job: Job, chunks: int) -> Step:
+    """torch's stages and schedule, the norm over all stages, AdamW, the loss for the log; an even split."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    mine, depth = range(rank, size * chunks, size), job.sizes.layers // (size * chunks)
+    models = nn.ModuleList()
+    for stage in mine:
+        layers = range(stage * depth, (stage + 1) * depth)
+        model = BareModel(job.sizes, layers, first=stage == 0, last=stage == size * chunks - 1)
+        models.append(with_initial_weights(model, job.sizes))
+    stages = [PipelineStage(model, stage, size * chunks, device) for model, stage in zip(models, mine)]
+    if chunks == 1:
+        schedule = Schedule1F1B(stages[0], job.microbatches, loss_fn=mean_loss)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, job.microbatches, loss_fn=mean_loss)
+    optimizer, following = build_optimizer(models), cycle(job.batches)
+
+    def step() -> float:
+        batch, losses = next(following), []
+        inputs = (batch["tokens"],) if rank == 0 else ()
+        last = {"target": batch["labels"], "losses": losses} if rank == size - 1 else {}
+        schedule.step(*inputs, return_outputs=False, **last)
+        norm = nn.utils.get_total_norm([p.grad for p in models.parameters()])
+        loss = torch.stack(losses).mean() if losses else torch.zeros(())
+        totals = torch.stack([norm.square(), loss.detach()])
+        dist.all_reduce(totals)
+        nn.utils.clip_grads_with_norm_(models.parameters(), CLIP, totals[0].sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        return totals[1].item()
+
+    return step
+
+
+# Our names -> transformers' for Llama.
+LLAMA_NAMES = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "layers": "model.layers",
+    "attention": "self_attn",
+    "input_norm": "input_layernorm",
+    "pre_mlp_norm": "post_attention_layernorm",
+}
+
+
+class Logits(nn.Module):
+    """A model of transformers as a function from tokens [B, S] to logits [B, S, V]; nothing is cached in training."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [B, S] -> logits [B, S, V]."""
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def transformers_llama(job: Job) -> Step:
+    """LlamaForCausalLM in the bare loop, with SDPA and the same fused AdamW."""
+    import transformers  # an optional package
+
+    sizes = job.sizes
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=sizes.vocabulary,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.ffn,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            max_position_embeddings=sizes.seq_length,
+            rms_norm_eps=NORM_EPSILON,
+            rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+    ).train()
+    weights = bare_model(sizes).state_dict()
+    model.load_state_dict({llama_name(name): tensor for name, tensor in weights.items()})
+    return loop(job, Logits(model))
+
+
+def llama_name(name: str) -> str:
+    """Our name of a parameter -> transformers'."""
+    return functools.reduce(lambda text, pair: text.replace(*pair), LLAMA_NAMES.items(), name)

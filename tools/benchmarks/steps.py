@@ -1,0 +1,245 @@
+"""Whole training steps of ours against scripts that use torch's own classes and no more: their time, their memory.
+
+A Contest says who takes part and what ours is held to; another comparison of steps is another Contest.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron_lite.arithmetic.pipeline_layout import write_layout
+from megatron_lite.rehearsal.accounting import Accounting
+from tools.benchmarks import scripts
+from tools.benchmarks.baseline_model import QUICK, Sizes, random_batches
+from tools.benchmarks.comparison import (
+    Options,
+    Seconds,
+    Table,
+    fastest,
+    refuse_unlike,
+    row_of,
+    speed,
+    take_turns,
+)
+from tools.benchmarks.ranks import run_ranks, timed
+from tools.benchmarks.scripts import Job, Step, ours
+
+BATCHES = 4  # taken again and again: the loss falls, so a step that were left out would show in it
+BARE, RECOMPUTED, LLAMA = "bare", "bare, each block under checkpoint", "transformers' Llama"
+FULLY_SHARD, DDP = "torch fully_shard", "torch DDP"
+ONE_F_ONE_B, INTERLEAVED = "torch Schedule1F1B", "torch ScheduleInterleaved1F1B"
+PP, CHUNKS = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OPERATORS = "--recompute-granularity selective --recompute-modules core_attn layernorm mlp"
+NO_SHARD = "--data-parallel-sharding-strategy no_shard"
+CHUNKED = "--cross-entropy-loss-fusion"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant: what builds its step (a top-level function or a partial of one), and its rows of the table.
+
+    against: baseline -> what is wanted of the ratio, None for nothing; one that does not take part has no row.
+    """
+
+    build: Callable[[Job], Step]
+    against: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contestants that take the same steps in the same processes.
+
+    Args:
+        ranks: processes, of which `copies` are data-parallel ranks with their own samples.
+        microbatches: of a data-parallel rank's step.
+        turn: steps of a turn.
+    """
+
+    title: str
+    sizes: Sizes
+    entries: Mapping[str, Entry]
+    ranks: int = 1
+    copies: int = 1
+    microbatches: int = 1
+    turn: int = 2
+    threads: int = 1
+
+    def pairs(self) -> list[tuple[str, str, float | None]]:
+        """(contestant, its baseline, what is wanted), a row of the table each."""
+        return [
+            (name, baseline, wanted)
+            for name, entry in self.entries.items()
+            for baseline, wanted in entry.against.items()
+            if baseline in self.entries
+        ]
+
+    def job(self) -> Job:
+        """This rank's."""
+        samples = self.microbatches * self.sizes.micro_batch
+        first = samples * dist.get_rank() if self.copies > 1 else 0
+        whole = random_batches(self.sizes, self.copies * samples, BATCHES)
+        mine = [{key: t[first : first + samples] for key, t in batch.items()} for batch in whole]
+        return Job(self.sizes, mine, self.microbatches, self.copies * samples)
+
+    def facts(self) -> str:
+        """Sizes in words."""
+        return (
+            f"{self.sizes}, {self.ranks} ranks of {self.threads} threads, {self.microbatches} microbatches a "
+            f"data-parallel rank, fp32, AdamW; the losses are equal."
+        )
+
+
+def race(contest: Contest, repeats: int) -> tuple[Seconds, dict[str, float]]:
+    """On every rank: seconds of each contestant's turns, and the loss of its last step."""
+    job, losses = contest.job(), {}
+    steps = {name: entry.build(job) for name, entry in contest.entries.items()}
+
+    def turn(name: str) -> None:
+        for _ in range(contest.turn):
+            losses[name] = steps[name]()
+
+    return take_turns({name: timed(partial(turn, name)) for name in steps}, repeats), losses
+
+
+def race_table(contest: Contest, options: Options) -> Table:
+    """Speeds as shares of the baselines'."""
+    seconds, losses = run_ranks(race, contest.ranks, contest, options.repeats, threads=contest.threads)[0]
+    refuse_unlike("the last loss", losses)
+    rows = [speed(name, seconds, baseline, wanted) for name, baseline, wanted in contest.pairs()]
+    shortest = f"Fastest step, ms: {fastest(seconds, 1000 / contest.turn)}."
+    return Table(contest.title, rows, [contest.facts(), shortest])
+
+
+def weigh(contest: Contest) -> tuple[dict[str, int], dict[str, float]]:
+    """On every rank: the most bytes of tensors alive at once in each contestant's second step, and its loss."""
+    peaks, losses, job = {}, {}, contest.job()
+    for name, entry in contest.entries.items():
+        with Accounting({}) as counted:
+            step = entry.build(job)
+            step()
+            counted.start()
+            losses[name] = step()
+        peaks[name] = counted.peak
+    return peaks, losses
+
+
+def weigh_table(contest: Contest) -> Table:
+    """Peak bytes as shares of the baselines', on the rank that holds most."""
+    answers = run_ranks(weigh, contest.ranks, contest)
+    refuse_unlike("the last loss", answers[0][1])
+    peaks = {name: max(mine[name] for mine, _ in answers) for name in answers[0][0]}
+    rows = [
+        row_of(name, baseline, [peaks[name] / peaks[baseline]], at_most=wanted)
+        for name, baseline, wanted in contest.pairs()
+    ]
+    held = ", ".join(f"{name} {peak / 2**20:.1f}" for name, peak in peaks.items())
+    facts = [
+        contest.facts(),
+        "The second step, with weights and optimizer state; a ratio of bytes (below 1: ours holds less), counted, the "
+        "same in every run.",
+        f"The most on a rank, MiB: {held}.",
+    ]
+    return Table(f"Peak bytes: {contest.title}", rows, facts)
+
+
+def step(options: Options) -> list[Table]:
+    """One process: a training step against a bare PyTorch loop, and transformers' model."""
+    sizes, threads = (QUICK, 1) if options.quick else (Sizes(), 2)
+    entries = {BARE: Entry(scripts.bare), "ours": Entry(ours, {BARE: 0.97, LLAMA: 1.0})}
+    if options.peers and importlib.util.find_spec("transformers"):
+        entries[LLAMA] = Entry(scripts.transformers_llama)
+    shape = f"{sizes.micro_batch} x {sizes.seq_length} tokens, fp32"
+    return [
+        race_table(
+            Contest(f"step: one process, {n} x {shape}", sizes, entries, microbatches=n, threads=threads),
+            options,
+        )
+        for n in (1, 4)
+    ]
+
+
+def fsdp(options: Options) -> list[Table]:
+    """FSDP and DDP-like steps on 2 and 4 ranks against minimal scripts with torch's own classes."""
+    tables = []
+    for ranks in (2,) if options.quick else (2, 4):
+        wanted = 0.95 if ranks == 2 else None
+        entries = {
+            FULLY_SHARD: Entry(scripts.sharded),
+            "ours, sharded": Entry(ours, {FULLY_SHARD: wanted}),
+            DDP: Entry(scripts.replicated, {FULLY_SHARD: None}),
+            "ours, no_shard": Entry(partial(ours, flags=NO_SHARD), {DDP: wanted}),
+        }
+        sizes = QUICK if options.quick else Sizes()
+        contest = Contest(f"Data parallel on {ranks} ranks", sizes, entries, ranks, copies=ranks)
+        tables.append(race_table(contest, options))
+    return tables
+
+
+def pipeline_entries(sizes: Sizes, ranks: int, wanted: float | None) -> dict[str, Entry]:
+    """torch's schedules, and ours with the scripts' even split."""
+
+    def even(stages: int) -> Callable[[Job], Step]:
+        layout = write_layout([sizes.layers // stages] * stages)
+        return partial(ours, flags=f"{PP} {ranks} --pipeline-model-parallel-layout {layout}")
+
+    return {
+        ONE_F_ONE_B: Entry(partial(scripts.pipelined, chunks=1)),
+        "ours, 1f1b, same split": Entry(even(ranks), {ONE_F_ONE_B: wanted}),
+        INTERLEAVED: Entry(partial(scripts.pipelined, chunks=2), {ONE_F_ONE_B: None}),
+        "ours, interleaved, same split": Entry(even(2 * ranks), {INTERLEAVED: wanted}),
+    }
+
+
+def pipeline(options: Options) -> list[Table]:
+    """Pipeline steps (1F1B, interleaved) on 2 and 4 ranks against minimal scripts with torch's own classes.
+
+    The scripts cut the layers evenly; ours weighs the head when it cuts, and is also run with the scripts' split.
+    """
+    sizes = replace(QUICK, layers=4) if options.quick else Sizes()
+    tables = []
+    for ranks in (2,) if options.quick else (2, 4):
+        wanted = 0.95 if ranks == 2 else None
+        entries = pipeline_entries(sizes, ranks, wanted) | {
+            "ours, 1f1b": Entry(partial(ours, flags=f"{PP} {ranks}"), {ONE_F_ONE_B: wanted}),
+            "ours, interleaved": Entry(partial(ours, flags=f"{PP} {ranks} {CHUNKS}"), {INTERLEAVED: wanted}),
+        }
+        title = f"Pipeline of {ranks} ranks"
+        contest = Contest(title, sizes, entries, ranks, microbatches=2 * ranks, turn=1)
+        tables.append(race_table(contest, options))
+    return tables
+
+
+def memory(options: Options) -> list[Table]:
+    """Peak bytes of a step, counted: ours against the bare loop and torch's classes, with and without recompute."""
+    # Long enough that activations and logits, not weights, are what is seen; small chunks need 1,024 tokens and more.
+    sizes = replace(QUICK, layers=4, seq_length=256, micro_batch=8) if options.quick else Sizes(micro_batch=8)
+    one_process = {
+        BARE: Entry(scripts.bare),
+        RECOMPUTED: Entry(partial(scripts.bare, recompute=True)),
+        "ours": Entry(ours, {BARE: 1.02}),
+        "ours, recompute full": Entry(partial(ours, flags=FULL), {RECOMPUTED: 1.02}),
+        "ours, recompute core_attn, layernorm, mlp": Entry(partial(ours, flags=OPERATORS), {BARE: None}),
+        "ours, loss in chunks": Entry(partial(ours, flags=CHUNKED), {BARE: None}),
+        "ours, recompute full, loss in chunks": Entry(
+            partial(ours, flags=f"{FULL} {CHUNKED}"), {RECOMPUTED: None}
+        ),
+    }
+    never = "--reshard-after-forward never"
+    data_parallel = {
+        FULLY_SHARD: Entry(scripts.sharded),
+        DDP: Entry(scripts.replicated),
+        "ours, sharded": Entry(ours, {FULLY_SHARD: 1.02}),
+        "ours, sharded, reshard never": Entry(partial(ours, flags=never), {FULLY_SHARD: None}),
+        "ours, no_shard": Entry(partial(ours, flags=NO_SHARD), {DDP: None}),
+    }
+    stages = replace(sizes, micro_batch=4)
+    contests = [
+        Contest("One process", sizes, one_process),
+        Contest("Data parallel on 2 ranks", sizes, data_parallel, ranks=2, copies=2),
+        Contest("Pipeline of 2 ranks", stages, pipeline_entries(stages, 2, 1.02), ranks=2, microbatches=4),
+    ]
+    return [weigh_table(contest) for contest in contests]
