@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("megatron_lite", "tools", "data_prep")
 FILES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py")) + [ROOT / "pretrain_gpt.py"]
 # matplotlib, pyarrow and datasets: slow to import, and each needed by one option or one kind of input only.
-# transformers and accelerate: peers that tools/benchmark.py runs where they are installed.
+# transformers: a peer that tools/benchmark.py runs where it is installed.
 OPTIONAL = {
     "wandb",
     "torch.utils.tensorboard",
@@ -19,7 +19,6 @@ OPTIONAL = {
     "pyarrow",
     "datasets",
     "transformers",
-    "accelerate",
 }
 PURE = [
     "config",

@@ -1,6 +1,6 @@
 """What a larger world, model or corpus costs beside the step, counted with fake ranks: no growth worse than it must be.
 
-docs/scaling.md has the figures.
+docs/performance.md has the figures.
 """
 
 import math

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=number(1), default=Options.repeats, help="turns of each contestant")
     parser.add_argument("--quick", action="store_true", help="smallest sizes; the figures mean nothing")
     parser.add_argument("--peers", action="store_true", help="also other code bases that are installed")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for traces and results.json")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for results.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     own = parser.parse_args(argv)
     if own.list:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if own.output is not None:
         make_folder_of(own.output / "results.json", "--output")
-    options = Options(1 if own.quick else own.repeats, own.quick, own.peers, own.output)
+    options = Options(1 if own.quick else own.repeats, own.quick, own.peers)
     results: dict[str, list[Table]] = {}
     if not own.json:
         print(machine(), flush=True)

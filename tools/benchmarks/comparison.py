@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_lite.files.command_line import RunError
 
@@ -14,14 +13,12 @@ class Options:
     """What every suite is handed.
 
     repeats: turns that each contestant gets. quick: the smallest form that still runs everything, for a test; its
-    figures mean nothing. peers: also run other code bases that happen to be installed. output: an existing folder
-    for what a suite leaves besides its tables (a trace).
+    figures mean nothing. peers: also run other code bases that happen to be installed.
     """
 
     repeats: int = 7
     quick: bool = False
     peers: bool = False
-    output: Path | None = None
 
 
 @dataclass(frozen=True)
