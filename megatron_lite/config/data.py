@@ -23,12 +23,14 @@ class DataConfig:
     split: str | None = flag(
         None, "weights of train,valid,test; with --data-path default 969,30,1", nargs="+", join=True
     )
-    data_args_path: str | None = flag(None, "file with the words of --data-path")
+    data_args_path: str | None = flag(None, "file with the words of --data-path, separated by white space")
     per_split_data_args_path: str | None = flag(None, "JSON file {train: [...], valid: [...], test: [...]}")
-    data_cache_path: str | None = flag(None, "folder for index arrays")
+    data_cache_path: str | None = flag(None, "folder to cache index arrays in")
     per_dataset_sequences_path: str | None = flag(None, "JSON file {prefix: [sequences, documents]}")
     mock_data: bool = flag(False, "synthetic samples instead of files")
-    num_workers: int = flag(2, "loader workers a rank", minimum=0)
+    num_workers: int = flag(
+        2, "data loader worker processes per rank; 0 = load in the training process", minimum=0
+    )
     dataloader_type: str | None = flag(None, "order of samples; default single", choices=("single", "cyclic"))
     dataloader_fast_cache_load: bool = flag(False, "trust cached index arrays, skip the scan")
     dataloader_defer_npy_index_mmap: bool = flag(False, "map cached index arrays on first use")
@@ -67,5 +69,5 @@ class DataConfig:
     vocab_file: str | None = flag(None, "GPT-2 vocab.json")
     merge_file: str | None = flag(None, "GPT-2 merges.txt")
     tiktoken_pattern: str | None = flag(None, "pattern of TikTokenizer", choices=("v1", "v2"))
-    tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer", minimum=0)
+    tiktoken_num_special_tokens: int = flag(1000, "number of special tokens of TikTokenizer", minimum=0)
     tokenizer_metadata: str | None = flag(None, "", no_effect="the tokenizer files say all that is needed")

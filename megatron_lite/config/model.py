@@ -24,7 +24,7 @@ class ModelConfig(ExpertConfig):
         None, "rows of the learned position table; at least --seq-length", minimum=1
     )
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
+        "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
     )
     rotary_base: float = flag(10000.0, "base of the rotary frequencies", above=0)
     rotary_percent: float = flag(1.0, "part of a head's width that is rotated", above=0, maximum=1)
@@ -60,10 +60,12 @@ class ModelConfig(ExpertConfig):
     disable_bias_linear: bool = flag(False, "no bias in linear layers")
     add_qkv_bias: bool = flag(False, "bias in the query, key and value projections even so")
     qk_layernorm: bool = flag(False, "normalise each head's query and key")
-    untie_embeddings_and_output_weights: bool = flag(False, "the head has its own weight")
-    hidden_dropout: float = flag(0.1, "dropout on the residual branches", maximum=1)
-    attention_dropout: float = flag(0.1, "dropout on attention weights", maximum=1)
-    init_method_std: float = flag(0.02, "std of the initial weights; output projections / sqrt(2 layers)")
+    untie_embeddings_and_output_weights: bool = flag(False, "the output projection has a weight of its own")
+    hidden_dropout: float = flag(0.1, "dropout probability on the residual branches", maximum=1)
+    attention_dropout: float = flag(0.1, "dropout probability on attention weights", maximum=1)
+    init_method_std: float = flag(
+        0.02, "standard deviation of the initial weights; of output projections divided by sqrt(2 layers)"
+    )
     window_size: tuple[int, int] | None = flag(
         None, "sliding window LEFT,RIGHT in tokens, for example 4096,0; -1 = no bound", nargs=2, minimum=-1
     )
@@ -71,7 +73,7 @@ class ModelConfig(ExpertConfig):
     make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this", minimum=1)
     padded_vocab_size: int | None = flag(None, "padded vocabulary, instead of the multiple", minimum=1)
     attention_backend: str = flag(
-        "auto", "attention kernels", choices=("flash", "fused", "unfused", "local", "auto")
+        "auto", "attention kernels to use", choices=("flash", "fused", "unfused", "local", "auto")
     )
     cross_entropy_loss_fusion: bool = flag(False, "compute the loss without keeping all logits in fp32")
 
@@ -100,8 +102,10 @@ class PrecisionConfig:
     bf16: bool = flag(False, "bf16 compute, fp32 main weights and gradients")
     fp16: bool = flag(False, "fp16 compute with loss scaling, fp32 main weights")
     loss_scale: float | None = flag(None, "fixed loss scale; default: dynamic", above=0)
-    initial_loss_scale: float = flag(float(2**32), "dynamic scale at start", above=0)
-    min_loss_scale: float = flag(1.0, "dynamic scale never below", above=0)
-    loss_scale_window: float = flag(1000.0, "good steps before the scale doubles", minimum=1)
-    hysteresis: int = flag(2, "bad steps before the scale halves", minimum=1)
+    initial_loss_scale: float = flag(float(2**32), "dynamic loss scale of the first step", above=0)
+    min_loss_scale: float = flag(1.0, "lowest dynamic loss scale", above=0)
+    loss_scale_window: float = flag(
+        1000.0, "finite steps in a row before the dynamic loss scale doubles", minimum=1
+    )
+    hysteresis: int = flag(2, "non-finite steps before the dynamic loss scale halves", minimum=1)
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16 instead of fp32")

@@ -11,9 +11,14 @@ class ParallelConfig:
 
     world_size: int | None = flag(None, "ours: processes to plan for, with --check and --dry-run", minimum=1)
     tensor_model_parallel_size: int = flag(
-        1, "tensor parallel degree", aliases=("--model-parallel-size",), minimum=1
+        1,
+        "ranks that share each layer's matrices (tensor parallel)",
+        aliases=("--model-parallel-size",),
+        minimum=1,
     )
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages' ranks", minimum=1)
+    pipeline_model_parallel_size: int = flag(
+        1, "ranks that share the layers, one after the other (pipeline parallel)", minimum=1
+    )
     context_parallel_size: int = flag(1, "ranks that share one sequence", minimum=1)
     cp_comm_type: Words = flag(
         ("p2p",),
@@ -32,7 +37,7 @@ class ParallelConfig:
         choices=("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "layers of one model chunk", minimum=1)
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "model chunks a rank", minimum=1)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "model chunks per pipeline rank", minimum=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first pipeline rank", minimum=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last pipeline rank", minimum=1)
     account_for_embedding_in_pipeline_split: bool = flag(False, "the embedding counts as one layer")
@@ -42,7 +47,7 @@ class ParallelConfig:
         None, "microbatches a chunk runs before the next one; default the pipeline size", minimum=1
     )
     max_microbatches_per_step: int | None = flag(
-        None, "ours: bound on microbatches of one pipeline pass", minimum=1
+        None, "ours: most microbatches of one pipeline pass", minimum=1
     )
     num_distributed_optimizer_instances: int = flag(1, "replicas of the sharded model (HSDP)", minimum=1)
     data_parallel_sharding_strategy: str = flag(
@@ -52,7 +57,7 @@ class ParallelConfig:
     )
     reshard_after_forward: str = flag(
         "auto",
-        "ours: free gathered weights after a layer's forward; auto: always, but never under a pipeline where a rank's "
+        "ours: reshard a layer's weights after its forward; auto: always, but never under a pipeline where a rank's "
         "layers are small (docs/parallelism.md)",
         choices=("auto", "always", "never", "keep-last"),
     )
@@ -62,10 +67,12 @@ class ParallelConfig:
         "holds all of a rank's and sends less",
         choices=("auto", "each-microbatch", "last-microbatch"),
     )
-    reshard_keep_last_blocks: int = flag(1, "ours: blocks that keep them, with keep-last", minimum=1)
+    reshard_keep_last_blocks: int = flag(
+        1, "ours: last layers of a stage that stay unsharded, with keep-last", minimum=1
+    )
     fsdp_cpu_offload: bool = flag(False, "ours: shards and optimizer state live in CPU memory")
-    fsdp_prefetch_depth: int = flag(1, "ours: blocks gathered ahead", minimum=0)
-    compile: bool = flag(False, "ours: torch.compile each block")
+    fsdp_prefetch_depth: int = flag(1, "ours: layers all-gathered ahead of use", minimum=0)
+    compile: bool = flag(False, "ours: torch.compile each layer")
     recompute_granularity: str | None = flag(
         None, "what is recomputed in backward", choices=("full", "selective")
     )
@@ -80,7 +87,7 @@ class ParallelConfig:
         nargs="+",
         choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"),
     )
-    distributed_timeout_minutes: int = flag(10, "a collective older than this fails the run", minimum=1)
+    distributed_timeout_minutes: int = flag(10, "minutes after which a collective fails the run", minimum=1)
     device: str = flag(
         "auto",
         "ours: auto takes CUDA where torch or the machine has it, and refuses to fall back to the CPU",
