@@ -65,7 +65,7 @@ class ModelCosts:
 def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
     """Costs of each component of `model` for sequences of `seq_length` tokens.
 
-    FLOPs follow Megatron's count: 6 per weight and token in the matrix products, 6 S^2 q per block for causal
+    FLOPs follow Megatron's count: 6 per weight and token in the matrix products, 6 S^2 q per layer for causal
     attention (scores and values, the masked half not counted); embedding look-up, norms and activations are free.
 
     The padded vocabulary has to be known (`model.padded_vocab_size`).
@@ -96,7 +96,7 @@ def _layer_cost(model: ModelConfig, seq_length: int) -> ComponentCost:
 
 
 def block_matrix_parameters(model: ModelConfig) -> int:
-    """Weights of the matrix products of one block: attention's four projections and the MLP's two or three."""
+    """Weights of the matrix products of one layer: attention's four projections and the MLP's two or three."""
     query = model.num_attention_heads * model.kv_channels
     key_value = model.num_query_groups * model.kv_channels
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
@@ -104,7 +104,7 @@ def block_matrix_parameters(model: ModelConfig) -> int:
 
 
 def mlp_matrix_parameters(model: ModelConfig) -> int:
-    """Weights of one block's MLP."""
+    """Weights of one layer's MLP."""
     return model.mlp_activation.num_matrices * model.hidden_size * model.ffn_hidden_size
 
 

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: which action each rank runs, in which order. Imports no torch.
 
 `build_schedule` gives the order of the schedule classes of torch.distributed.pipelining (a test holds them equal), so
-timetables, bubbles and peak activations can be computed without a process group: `simulate` plays a schedule with
+timetables, bubbles and peak activations can be computed without a process group: `simulate` runs a schedule with
 given durations.
 
 Kinds of action: F forward; B full backward; I gradient of the input only; W gradient of the weights, any time after
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_lite.arithmetic.partition import placement_of, rank_of_stage
 
-# They run the backward of a block in two parts: for its input, then for its weights.
+# They run the backward of a layer in two parts: for its input, then for its weights.
 SPLIT_BACKWARD_SCHEDULES = ("interleaved-zero-bubble", "zbv", "dualpipev")
 
 
@@ -38,7 +38,7 @@ Schedule = list[list[Action]]  # one list of actions per rank, in the order the 
 
 
 class DeadlockError(AssertionError):
-    """The ranks of a schedule wait for one another for ever."""
+    """A schedule whose ranks deadlock."""
 
 
 def build_schedule(name: str, pipeline_size: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
@@ -311,7 +311,7 @@ class StageTimes:
 def simulate(
     schedule: Schedule, seconds: Callable[[Action], float], placement: str = "loop", p2p_seconds: float = 0.0
 ) -> Timeline:
-    """Play a schedule: each rank runs its actions in order, each as soon as what it needs is there.
+    """Simulate a schedule: each rank runs its actions in order, each as soon as what it needs is there.
 
     F of stage s needs F of stage s-1, B and I need the B or I of stage s+1 (of their own F on the last stage), W its
     own I. What comes from another rank arrives `p2p_seconds` after it was computed; sending costs the sender nothing.

@@ -1,8 +1,8 @@
 """What FSDP frees and reduces when: the defaults weigh memory against messages. Imports no torch.
 
-Under a pipeline a rank runs many microbatches forward and backward in turn. Weights that are freed after each are
-gathered twice a microbatch; gradients that are reduced with each are sent once a microbatch. Kept whole instead, both
-are sent once a step, and cost a rank all of its stages' weights and gradients.
+Under a pipeline a rank runs many microbatches forward and backward in turn. Weights that are resharded after each are
+all-gathered twice a microbatch; gradients that are reduced with each are sent once a microbatch. Unsharded instead,
+both are sent once a step, and cost a rank all of its stages' weights and gradients.
 """
 
 from megatron_lite.arithmetic.costs import block_matrix_parameters
@@ -10,12 +10,12 @@ from megatron_lite.arithmetic.pipeline_schedule import SPLIT_BACKWARD_SCHEDULES
 from megatron_lite.config import Config
 
 # A rank whose layers' weights and gradients lie whole in so many bytes keeps them so under a pipeline: a third of an
-# 80 GB GPU. Beyond it they are cut, as --data-parallel-sharding-strategy says.
+# 80 GB GPU. Beyond it they are sharded, as --data-parallel-sharding-strategy says.
 WHOLE_BYTES = 24 * 2**30
 
 
 def reshards(config: Config) -> bool:
-    """Whether gathered weights are freed after a layer's forward and backward (ZeRO-3)."""
+    """Whether weights are resharded after a layer's forward and backward (ZeRO-3)."""
     parallel = config.parallel
     if parallel.data_parallel_sharding_strategy != "optim_grads_params" or splits_backward(config):
         return False
