@@ -103,10 +103,7 @@ def unigram_loss(dataset: IndexedDataset, vocab_size: int, split: str) -> tuple[
 
 def histogram(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(first length of each class, documents in it): 0, 1, 2-3, 4-7, ... up to the longest."""
-    classes = np.zeros(len(lengths), np.int64)
-    filled = lengths > 0
-    classes[filled] = np.floor(np.log2(lengths[filled])).astype(np.int64) + 1
-    counts = np.bincount(classes, minlength=1)
+    counts = np.bincount(np.frexp(lengths)[1], minlength=1)  # by the exponent of two above the length
     starts = np.concatenate([[0], 1 << np.arange(len(counts) - 1)])
     return starts, counts
 

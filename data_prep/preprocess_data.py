@@ -34,8 +34,6 @@ from megatron_lite.preprocessing.journal import Journal, disk_error
 from megatron_lite.preprocessing.records import place
 from megatron_lite.preprocessing.text_files import (
     Chunk,
-    Span,
-    TextFile,
     find_files,
     identify,
     read_chunks,
@@ -74,33 +72,22 @@ class Tally:
         return f"{sum(self.skipped.values()):,}{f': {kinds}' if kinds else ''}"
 
 
-@dataclass(frozen=True)
 class Input:
     """What this run reads: the spans of its files, or a part of a dataset of the `datasets` library."""
 
-    words: str  # that named it, for messages
-    files: dict[str, TextFile]
-    spans: list[Span]
-    dataset: tuple[str, str, str | None] | None
-    shard: tuple[int, int]
-    keys: tuple[str, ...]
-    max_document_bytes: int
-
-    @classmethod
-    def of(cls, arguments: Namespace) -> "Input":
+    def __init__(self, arguments: Namespace) -> None:
         """Find and identify what the flags name. Raises ConfigError for a name without files or without access."""
-        shard = (arguments.num_shards, arguments.shard_id)
         files = [identify(path) for path in find_files(arguments.input or [])]
-        dataset = arguments.dataset
-        return cls(
-            words=f"--dataset {dataset}" if dataset else f"--input {' '.join(arguments.input)}",
-            files={file.path: file for file in files},
-            spans=split_spans(files, *shard),
-            dataset=(dataset, arguments.dataset_split, arguments.dataset_config) if dataset else None,
-            shard=shard,
-            keys=tuple(arguments.json_keys),
-            max_document_bytes=int(arguments.max_document_megabytes * 1e6),
-        )
+        self.files = {file.path: file for file in files}
+        self.shard = (arguments.num_shards, arguments.shard_id)
+        self.spans = split_spans(files, *self.shard)
+        self.keys = tuple(arguments.json_keys)
+        self.max_document_bytes = int(arguments.max_document_megabytes * 1e6)
+        self.dataset: tuple[str, str, str | None] | None = None
+        self.words = f"--input {' '.join(arguments.input or ())}"  # that named it, for messages
+        if arguments.dataset:
+            self.dataset = (arguments.dataset, arguments.dataset_split, arguments.dataset_config)
+            self.words = f"--dataset {arguments.dataset}"
 
     def chunks(self, start: Tally) -> Iterator[Chunk]:
         """The chunks from the position of `start` on."""
@@ -225,7 +212,7 @@ def preprocess(arguments: Namespace) -> None:
     """The whole run. Raises ConfigError and RunError; what was written aside stays only if --resume can use it."""
     tokenizer_flags = tokenizer_config(arguments)
     tokenizer = build_tokenizer(tokenizer_flags, arguments.vocab_size)
-    source = Input.of(arguments)
+    source = Input(arguments)
     options = EncodingOptions(
         tokenizer=tokenizer_flags,
         vocab_size=arguments.vocab_size,

@@ -1,4 +1,4 @@
-"""What to read: the words of --data-path and its kin, and --split, checked and understood as Megatron-core does."""
+"""What to read: the paths and weights of --data-path and related flags, and --split, as Megatron-core does."""
 
 import json
 import math
@@ -83,11 +83,10 @@ def plan_data(config: DataConfig) -> DataPlan:
     if config.per_split_data_args_path:
         sets = _read_per_split(config.per_split_data_args_path, flag)
     else:
-        words = {name: getattr(config, f"{name}_data_path") for name in SPLITS}
         sets = {
-            name: {name: parse_blend(value, f"--{name}-data-path")}
-            for name, value in words.items()
-            if value is not None
+            name: {name: parse_blend(words, f"--{name}-data-path")}
+            for name in SPLITS
+            if (words := getattr(config, f"{name}_data_path")) is not None
         }
     sets = {name: sets.get(name, {}) for name in SPLITS}
     return DataPlan(sets, {name: (0.0, 1.0) if sets[name] else None for name in SPLITS}, shared=False)
