@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_lite.arguments.checks import check_ranges
 from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arguments.refusals import check_ranges
 from megatron_lite.config import CONCERNS, Config, ConfigError
 from megatron_lite.distributed.environment import Environment
 

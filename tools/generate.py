@@ -17,7 +17,7 @@ from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.model.generation import Sampling, generate
-from megatron_lite.model.loading import DTYPES
+from megatron_lite.model.gpt import DTYPES
 
 
 def main(argv: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from megatron_lite.hugging_face.families import FAMILIES
 from megatron_lite.hugging_face.output_folder import check_free
 from megatron_lite.hugging_face.shards import parse_size
 from megatron_lite.hugging_face.verification import add_verification_flags
-from megatron_lite.model.loading import DTYPES
+from megatron_lite.model.gpt import DTYPES
 
 
 def main(argv: Sequence[str]) -> None:

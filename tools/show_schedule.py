@@ -19,7 +19,6 @@ from pathlib import Path
 
 from megatron_lite.arguments.parse import parse_or_exit
 from megatron_lite.arithmetic.costs import model_costs
-from megatron_lite.arithmetic.partition import placement_of
 from megatron_lite.arithmetic.pipeline_layout import write_layout
 from megatron_lite.arithmetic.pipeline_schedule import (
     Action,
@@ -29,6 +28,7 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     build_schedule,
     check_microbatches,
     peak_in_flight,
+    placement_of,
     runnable_schedule,
     schedule_timeline,
     simulate,

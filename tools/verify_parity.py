@@ -62,8 +62,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatron_lite.distributed.mesh import ParallelMesh, build_mesh, whole_tensor
+from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
 from megatron_lite.distributed.process_group import process_group, run_and_exit
+from megatron_lite.distributed.tensors import whole_tensor
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.pipeline import Batch

@@ -4,7 +4,7 @@ from megatron_lite.arguments.megatron_flags import ACCEPTED
 from megatron_lite.arithmetic.costs import GROUPED_MM_BYTES
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.declare import flag_name
-from megatron_lite.config.experts import EXPERT_FIELDS
+from megatron_lite.config.model import EXPERT_FIELDS
 
 _BALANCING = ("aux_loss", "seq_aux_loss", "none")
 _OTHER_BALANCING = {

@@ -2,10 +2,9 @@
 
 from megatron_lite.arguments.refusals import refuse_more
 from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
-from megatron_lite.arithmetic.mesh_sizes import uneven_cut
 from megatron_lite.arithmetic.partition import check_split
 from megatron_lite.arithmetic.pipeline_schedule import check_microbatches, runnable_schedule
-from megatron_lite.arithmetic.sharding import splits_backward
+from megatron_lite.arithmetic.sharding import splits_backward, uneven_cut
 from megatron_lite.config import Config, ConfigError
 
 # Values that a schedule with the backward in two parts cannot have: why, and what to choose.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 
 class Row(NamedTuple):

@@ -1,8 +1,8 @@
 """Checks of the model: its heads, positions, attention kernel and vocabulary."""
 
-from megatron_lite.arithmetic.costs import FLASH_MAX_WIDTH
 from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabulary
 from megatron_lite.config import Config, ConfigError
+from megatron_lite.config.model import FLASH_MAX_WIDTH
 
 
 def _check_model(config: Config) -> None:

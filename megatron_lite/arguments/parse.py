@@ -15,6 +15,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_lite.arguments.checks import checked
 from megatron_lite.arguments.megatron_flags import ACCEPTED, DEFAULTS, RENAMED, why_refused
 from megatron_lite.arguments.resolve import complete, merge_stored, place
 from megatron_lite.arithmetic.layer_pattern import parse_layer_pattern
@@ -50,7 +51,7 @@ def parse_arguments(
     words = _renamed(_without_quotes(_expand_files(argv, ())))
     config = place(*_read_words(words), environment)
     stored = read_stored(config) if config.checkpoint.use_checkpoint_args else None
-    return complete(config if stored is None else merge_stored(config, stored))
+    return checked(complete(config if stored is None else merge_stored(config, stored)))
 
 
 def parse_or_exit(

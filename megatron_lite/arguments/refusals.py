@@ -3,8 +3,8 @@
 A flag is there when its field has another value than the default.
 """
 
-from megatron_lite.config import Config, ConfigError, refuse_together
-from megatron_lite.config.declare import flag_name
+from megatron_lite.config import FIELDS, Config, ConfigError, refuse_together
+from megatron_lite.config.declare import broken_limit, flag_name
 
 # Not together, because.
 _EXCLUSIVE = (
@@ -39,6 +39,17 @@ _BELOW = (
     ("profile_step_start", "profile_step_end", "profile"),
     ("timeline_step_start", "timeline_step_end", "timeline"),
 )
+
+
+def check_ranges(config: Config) -> None:
+    """Raise ConfigError for a number outside the limits that its field states."""
+    for name, (_, item) in FIELDS.items():
+        value = config.value(name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                wanted = broken_limit(number, item)
+                if wanted is not None:
+                    raise ConfigError(f"{flag_name(name)} is {number}, wanted {wanted}")
 
 
 def check_tables(config: Config) -> None:

@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from megatron_lite.arguments.checks import check_config, check_ranges
 from megatron_lite.arguments.megatron_flags import accepted_notes, has_effect_with_experts
+from megatron_lite.arguments.refusals import check_ranges
 from megatron_lite.arithmetic.batch_size import parse_step_schedule
 from megatron_lite.arithmetic.layer_pattern import pattern_of_layers
-from megatron_lite.arithmetic.partition import V_SCHEDULES
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
-from megatron_lite.config import FIELDS, Config, ConfigError, experts
+from megatron_lite.arithmetic.pipeline_schedule import V_SCHEDULES
+from megatron_lite.config import FIELDS, Config, ConfigError
 from megatron_lite.config.data import TOKENIZER_FLAGS
 from megatron_lite.config.declare import flag_name
+from megatron_lite.config.model import TRAINING_ONLY
 from megatron_lite.data.blends import DEFAULT_SPLIT, split_words
 from megatron_lite.distributed.environment import Environment
 
@@ -24,7 +25,7 @@ _TRAINING_ONLY = {
     "attention_backend",
     "cross_entropy_loss_fusion",
     "max_position_embeddings",
-    *experts.TRAINING_ONLY,
+    *TRAINING_ONLY,
 }
 
 
@@ -88,7 +89,7 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
 
 
 def complete(config: Config) -> Config:
-    """Fill in every derived value and check the whole.
+    """Fill in every derived value; `checks.checked` looks at the whole.
 
     Raises:
         ConfigError: one sentence, with the flags and the numbers that do not fit.
@@ -104,7 +105,7 @@ def complete(config: Config) -> Config:
         _complete_test_mode,
     ):
         config = step(config)
-    return _noted(config, *check_config(config))
+    return config
 
 
 def _with(config: Config, **values: Any) -> Config:

@@ -10,10 +10,8 @@ vocabulary, S sequence length; m = 3 matrices in a SwiGLU MLP, else 2.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 
-# The widest head that flash attention computes.
-FLASH_MAX_WIDTH = 256
 # F.grouped_mm, which computes the experts, takes rows of a multiple of so many bytes.
 GROUPED_MM_BYTES = 16
 
@@ -106,27 +104,6 @@ def block_matrix_parameters(model: ModelConfig) -> int:
 def mlp_matrix_parameters(model: ModelConfig) -> int:
     """Weights of one layer's MLP."""
     return model.mlp_activation.num_matrices * model.hidden_size * model.ffn_hidden_size
-
-
-def gpu_attention_kernel(model: ModelConfig, half: bool, whole: bool, dropout: bool) -> str:
-    """The kernel that core attention runs on a GPU, of the first kind that can:
-
-    flash: no mask in memory, keys and values of grouped heads as they are; bf16 and fp16.
-    flex: the same by FlexAttention's block masks, for fp32 with context parallelism or a window; no dropout.
-    causal: what scaled_dot_product_attention has for a whole causal sequence; keys and values repeated for all heads.
-    masked: that with a dense mask [queries, keys].
-
-    Args:
-        half: computed in bf16 or fp16.
-        whole: without context parallelism and window.
-        dropout: attention weights are dropped.
-    """
-    fused = model.attention_backend not in ("unfused", "local")
-    if fused and half and model.kv_channels <= FLASH_MAX_WIDTH:
-        return "flash"
-    if whole:
-        return "causal"
-    return "flex" if fused and not dropout else "masked"
 
 
 def _norm_parameters(model: ModelConfig, width: int) -> int:

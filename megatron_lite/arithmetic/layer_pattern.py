@@ -9,7 +9,7 @@ as in "([0]+[1]*23)" or "([1,1,0]*4)". Nothing is evaluated as code.
 
 import re
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 Pattern = int | tuple[int, ...]
 _LONGEST = 10_000  # layers: a repetition by mistake must not fill memory

@@ -9,9 +9,8 @@ from functools import lru_cache
 
 from megatron_lite.arithmetic.costs import ComponentCost, ModelCosts, model_costs
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
+from megatron_lite.arithmetic.pipeline_schedule import placement_of, rank_of_stage
 from megatron_lite.config import Config, ConfigError, refuse_together
-
-V_SCHEDULES = ("zbv", "dualpipev")
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,6 @@ class StagePlan:
             first, last = self.layers[0], self.layers[-1]
             parts.append(f"layer {first}" if first == last else f"layers {first}-{last}")
         return ", ".join(parts + (["head"] if self.has_lm_head else []))
-
-
-def placement_of(schedule: str) -> str:
-    """How `schedule` places stages on ranks: 'loop' or 'v'."""
-    return "v" if schedule in V_SCHEDULES else "loop"
-
-
-def rank_of_stage(stage: int, pipeline_size: int, placement: str = "loop") -> int:
-    """The pipeline rank that owns `stage`."""
-    position = stage % pipeline_size
-    folded = placement == "v" and (stage // pipeline_size) % 2 == 1
-    return pipeline_size - 1 - position if folded else position
 
 
 def stages_of_rank(plans: list[StagePlan], rank: int) -> list[StagePlan]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 _FLAG = "--pipeline-model-parallel-layout"
 _LONGEST = 100_000

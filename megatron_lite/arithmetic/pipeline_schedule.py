@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lite.arithmetic.partition import placement_of, rank_of_stage
-
 # They run the backward of a layer in two parts: for its input, then for its weights.
 SPLIT_BACKWARD_SCHEDULES = ("interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+V_SCHEDULES = ("zbv", "dualpipev")
 
 
 class Action(NamedTuple):
@@ -39,6 +40,18 @@ Schedule = list[list[Action]]  # one list of actions per rank, in the order the 
 
 class DeadlockError(AssertionError):
     """A schedule whose ranks deadlock."""
+
+
+def placement_of(schedule: str) -> str:
+    """How `schedule` places stages on ranks: 'loop' or 'v'."""
+    return "v" if schedule in V_SCHEDULES else "loop"
+
+
+def rank_of_stage(stage: int, pipeline_size: int, placement: str = "loop") -> int:
+    """The pipeline rank that owns `stage`."""
+    position = stage % pipeline_size
+    folded = placement == "v" and (stage // pipeline_size) % 2 == 1
+    return pipeline_size - 1 - position if folded else position
 
 
 def build_schedule(name: str, pipeline_size: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:

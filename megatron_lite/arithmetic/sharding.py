@@ -6,6 +6,7 @@ both are sent once a step, and cost a rank all of its stages' weights and gradie
 """
 
 from megatron_lite.arithmetic.costs import block_matrix_parameters
+from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.pipeline_schedule import SPLIT_BACKWARD_SCHEDULES
 from megatron_lite.config import Config
 
@@ -55,3 +56,38 @@ def keeps_whole(config: Config) -> bool:
     layers = -(-model.num_layers // parallel.pipeline_model_parallel_size)
     parameters = layers * block_matrix_parameters(model) / parallel.tensor_model_parallel_size
     return width * parameters <= WHOLE_BYTES
+
+
+def uneven_cut(config: Config, tensor: int, context: int, sequence_parallel: bool) -> str | None:
+    """Why a model cannot be cut over so many tensor and context ranks, as one sentence; None when it can.
+
+    Each context rank takes one chunk from the front and one from the back, so that causal work is even.
+    """
+    model, length = config.model, config.data.seq_length
+    for flag, number in (
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--num-query-groups", model.num_query_groups),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--padded-vocab-size", model.padded_vocab_size or 0),
+    ):
+        if number % tensor:
+            return f"{flag} {number} does not divide by --tensor-model-parallel-size {tensor}"
+    if context > 1 and length % (2 * context):
+        return f"--seq-length {length} does not divide by twice --context-parallel-size {context} = {2 * context}"
+    if sequence_parallel and (length // context) % tensor:
+        return (
+            f"--sequence-parallel: --seq-length {length} / --context-parallel-size {context} does not divide by "
+            f"--tensor-model-parallel-size {tensor}"
+        )
+    return None
+
+
+def wraps_in_fsdp(config: Config) -> bool:
+    """Whether FSDP holds the parameters: there is a rank to share them with, or another dtype to compute in.
+
+    fully_shard over one rank would copy every weight twice and every gradient three times a step. With tensor ranks it
+    also sums the partial gradients of replicated weights, so there it stays.
+    """
+    sizes, precision = mesh_sizes(config.parallel), config.precision
+    shared = any(size > 1 for axis, size in sizes.items() if axis != "pp")
+    return shared or precision.bf16 or precision.fp16 or config.parallel.fsdp_cpu_offload

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, ModelConfig
 
-IGNORED_LABEL = -100  # a label without loss; torch's cross entropy ignores it too
 # Vocabularies that the tokenizer's type alone tells.
 KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 

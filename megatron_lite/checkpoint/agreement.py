@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 Result = TypeVar("Result")
 

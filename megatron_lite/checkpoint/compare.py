@@ -6,8 +6,9 @@ from typing import Any
 
 from megatron_lite.checkpoint.folder import StoredConfig, find_checkpoint
 from megatron_lite.checkpoint.manifest import TOKENIZER
-from megatron_lite.config import Config, ConfigError, experts
+from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.data import TOKENIZER_FILES, TOKENIZER_FLAGS
+from megatron_lite.config.model import TRAINING_ONLY
 
 # Fields of the model that change no weight's meaning: free to change.
 _MODEL_FREE = {
@@ -18,7 +19,7 @@ _MODEL_FREE = {
     "init_method_std",
     "make_vocab_size_divisible_by",
     "padded_vocab_size",
-    *experts.TRAINING_ONLY,
+    *TRAINING_ONLY,
 }
 # Fields that change what a position means, not a shape: a run that only takes the weights may set them anew, which
 # is how a context is made longer.

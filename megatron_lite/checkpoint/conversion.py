@@ -10,7 +10,8 @@ from megatron_lite.checkpoint.manifest import TOKENIZER
 from megatron_lite.checkpoint.reading import OPTIMIZER_PREFIX, RANDOM_PREFIX, CheckpointReader
 from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.checkpoint.writing import write_checkpoint
-from megatron_lite.config import CheckpointConfig, ConfigError
+from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.output import CheckpointConfig
 from megatron_lite.files.writing import opened_aside
 
 

@@ -24,7 +24,8 @@ from megatron_lite.checkpoint.manifest import (
     why_incomplete,
 )
 from megatron_lite.checkpoint.storage import Storage, parent_of
-from megatron_lite.config import CheckpointConfig, ConfigError
+from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.output import CheckpointConfig
 from megatron_lite.files.reading import parse_object
 
 POINTER = "latest_checkpointed_iteration.txt"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lite.checkpoint.shards import LocalShard
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 

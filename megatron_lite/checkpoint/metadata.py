@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 Ints = tuple[int, ...]
 _CLASSES = (

@@ -10,7 +10,7 @@ from megatron_lite.checkpoint.manifest import METADATA
 from megatron_lite.checkpoint.metadata import StoredChunk, StoredTensor, parse_metadata
 from megatron_lite.checkpoint.records import RecordError, read_slice
 from megatron_lite.checkpoint.shards import LocalShard
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 RANDOM_PREFIX = "random_state."
 OPTIMIZER_PREFIX = "optimizer."

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.distributed.mesh import local_part, local_slices
+from megatron_lite.distributed.tensors import local_part, local_slices
 
 Ints = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.files.writing import sync_folder, write_aside
 
 _WRITE_BUFFER = 1 << 20

@@ -32,7 +32,7 @@ from megatron_lite.checkpoint.manifest import (
 )
 from megatron_lite.checkpoint.shards import LocalShard, shard_of
 from megatron_lite.checkpoint.storage import Storage
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 _BATCH_BYTES = 1 << 30
 _VISIBILITY_WAITS_S = (1, 2, 5)

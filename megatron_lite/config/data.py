@@ -7,6 +7,7 @@ from megatron_lite.config.declare import Words, flag
 # The fields that say which tokenizer it is; three name files.
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TOKENIZER_FLAGS = ("tokenizer_type", *TOKENIZER_FILES, "tiktoken_pattern", "tiktoken_num_special_tokens")
+IGNORED_LABEL = -100  # a label without loss; torch's cross entropy ignores it too
 
 
 @dataclass(frozen=True)

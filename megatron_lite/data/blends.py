@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.config import ConfigError, DataConfig, refuse_together
+from megatron_lite.config.data import DataConfig
+from megatron_lite.config.declare import ConfigError, refuse_together
 from megatron_lite.files.reading import read_object, read_text
 
 SPLITS = ("train", "valid", "test")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.data.index_cache import Arrays, IndexCache, IndexEntry
 from megatron_lite.data.index_kernels import (
     build_document_index,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.files.foreign_files import foreign_content, foreign_file
 from megatron_lite.files.writing import aside_of, sync, sync_folder, write_aside
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
-from megatron_lite.config import ConfigError
+from megatron_lite.config.data import IGNORED_LABEL
+from megatron_lite.config.declare import ConfigError
 
 _PAD = -1  # no token: behind the end of a short last sample
 

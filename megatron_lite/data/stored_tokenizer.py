@@ -3,9 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_lite.config import ConfigError, DataConfig
-from megatron_lite.config.data import TOKENIZER_FILES
-from megatron_lite.config.declare import flag_name
+from megatron_lite.config.data import TOKENIZER_FILES, DataConfig
+from megatron_lite.config.declare import ConfigError, flag_name
 
 # The file that stands for the whole tokenizer where --tokenizer-model may also name a folder.
 FOLDER_MARK = "tokenizer.json"

@@ -19,9 +19,9 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
-from megatron_lite.config import ConfigError, DataConfig, ModelConfig
-from megatron_lite.config.data import TOKENIZER_FLAGS
-from megatron_lite.config.declare import flag_name
+from megatron_lite.config.data import TOKENIZER_FLAGS, DataConfig
+from megatron_lite.config.declare import ConfigError, flag_name
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.data.tiktoken_file import read_tiktoken
 from megatron_lite.data.unicode_text import check_unicode
 from megatron_lite.data.words import Ids, WordEncoder, encode_whole, flatten, word_encoder

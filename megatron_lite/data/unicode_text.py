@@ -1,6 +1,6 @@
 """What is asked of a text before it is encoded, without a copy of a long one."""
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 _PIECE = 1 << 20  # characters of a long text looked at at a time
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor
 
 from megatron_lite.arithmetic.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.config import Config
@@ -69,7 +68,7 @@ class ParallelMesh:
 
 def build_mesh(config: Config, device: torch.device) -> ParallelMesh:
     """Make the mesh and every group. torch.distributed must be up with the world size the config says."""
-    sizes = mesh_sizes(config)
+    sizes = mesh_sizes(config.parallel)
     root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     # Hosts talk over it (a background save too) while the device's groups are busy with training; a dry run has none.
@@ -121,40 +120,3 @@ def _fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
     ):  # torch 2.13 warns at slicing a flattened axis and has no public other way
         warnings.simplefilter("ignore")
         return root["dp_replicate", "fsdp"]
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a (possibly distributed) tensor that lies on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Where local_part lies in the whole tensor, a slice per dim. The last ranks' are empty where rows are too few.
-
-    FSDP shards what tensor parallelism has sharded already: one dim twice, the inner mesh axis first, which DTensor
-    calls strided. Each split is torch.chunk's, so a shard is contiguous along every dim.
-    """
-    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return tuple(map(slice, starts, sizes))
-    mesh, placements = tensor.device_mesh, tensor.placements
-    coordinate = mesh.get_coordinate()
-    strided = [hasattr(placement, "split_factor") for placement in placements]
-    for axis in sorted(range(mesh.ndim), key=lambda axis: (1, -axis) if strided[axis] else (0, axis)):
-        if placements[axis].is_replicate():
-            continue
-        dim = placements[axis].dim
-        length = -(-sizes[dim] // mesh.size(axis))
-        start = min(coordinate[axis] * length, sizes[dim])
-        starts[dim] += start
-        sizes[dim] = min(length, sizes[dim] - start)
-    local = tuple(tensor.to_local().shape)
-    assert local == tuple(sizes), f"{local} is not the slice {sizes} of {placements}"
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes))
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor, on the device that the mesh communicates on."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 
 class Parser(argparse.ArgumentParser):

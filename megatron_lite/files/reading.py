@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.files.foreign_files import foreign_file
 
 

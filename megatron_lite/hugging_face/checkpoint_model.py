@@ -11,8 +11,7 @@ from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.stored_tokenizer import stored_tokenizer_flags
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
 from megatron_lite.hugging_face.imported_settings import end_ids
-from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.model.loading import load_chunk, parameter_shapes
+from megatron_lite.model.gpt import GPTChunk, load_chunk, parameter_shapes
 
 
 class CheckpointModel:

@@ -58,7 +58,7 @@ def export_checkpoint(
     model = source.model
     family = _family(source, options.architecture)
     log(f"{source.path} -> {family.architecture}")
-    maps = {entry.theirs: entry for entry in tensor_maps(family, model)}
+    maps = {entry.theirs: entry for entry in tensor_maps(family, model, source.shapes)}
     shapes = {name: their_shape(entry, source.shapes, model) for name, entry in maps.items()}
 
     def read_theirs(name: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hugging_face.fields import ConfigFields
 
 Flags = dict[str, Any]

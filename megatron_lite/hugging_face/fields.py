@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 
 def words(text: str) -> frozenset[str]:

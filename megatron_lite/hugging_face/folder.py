@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_lite.config import ConfigError, DataConfig
+from megatron_lite.config.data import DataConfig
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.files.foreign_files import foreign_file
 from megatron_lite.files.reading import read_object
 from megatron_lite.hugging_face.imported_settings import end_ids, read_imported_settings
 from megatron_lite.hugging_face.model_config import read_model_config
 from megatron_lite.hugging_face.weights import HEAD_WEIGHT, tensor_maps, to_ours
-from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.model.loading import load_chunk, parameter_shapes
+from megatron_lite.model.gpt import GPTChunk, load_chunk, parameter_shapes
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -61,7 +61,8 @@ class ModelFolder:
         # Bare models (GPT-2's own files) leave out the prefix that the class with a head adds.
         prefix = self.family.weights[0].theirs.split(".")[0] + "."
         self._prefix = "" if any(name.startswith(prefix) for name in self._files) else prefix
-        self.maps = tensor_maps(self.family, self.model)
+        self._shapes = parameter_shapes(self.model)
+        self.maps = tensor_maps(self.family, self.model, self._shapes)
         self._check_names()
 
     def read(self, name: str) -> torch.Tensor:
@@ -81,9 +82,8 @@ class ModelFolder:
 
     def our_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(global name, tensor) of the whole model, in fp32 as training keeps them. Raises as read does."""
-        shapes = parameter_shapes(self.model)
         for entry in self.maps:
-            for name, tensor in to_ours(entry, self._checked(entry.theirs), shapes, self.model):
+            for name, tensor in to_ours(entry, self._checked(entry.theirs), self._shapes, self.model):
                 yield name, tensor.float()
 
     def load(self, dtype: torch.dtype, device: str) -> GPTChunk:

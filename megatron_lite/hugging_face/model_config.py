@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 from megatron_lite.arithmetic.vocabulary import padded_vocabulary
-from megatron_lite.config import ConfigError, ModelConfig
-from megatron_lite.config.declare import check_stored, flag_name
+from megatron_lite.config.declare import ConfigError, check_stored, flag_name
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hugging_face.families import FAMILIES
 from megatron_lite.hugging_face.family import Family
 from megatron_lite.hugging_face.fields import ConfigFields, words

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hugging_face.fields import ConfigFields
 
 PLACES = ("rope_parameters", "rope_scaling")

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from sentencepiece import sentencepiece_model_pb2 as schema
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 SPACE = "▁"
 # Piece kinds of SentencePiece's schema.

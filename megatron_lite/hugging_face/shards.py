@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.files.writing import sync
-from megatron_lite.model.loading import Shape
+from megatron_lite.model.initialization import Shape
 
 FORMAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

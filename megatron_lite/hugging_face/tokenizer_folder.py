@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.data.tokenizer import (
     FastTokenizer,
     NullTokenizer,

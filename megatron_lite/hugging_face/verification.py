@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.files.command_line import RunError, number
 from megatron_lite.hugging_face.family import Family
-from megatron_lite.model.loading import ReadTensor, load_chunk
+from megatron_lite.model.gpt import ReadTensor, load_chunk
 
 Prompts = dict[str, torch.Tensor]
 RANDOM_ROWS, RANDOM_LENGTH = 2, 64

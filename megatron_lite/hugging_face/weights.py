@@ -8,15 +8,15 @@ our norms may be stored as w - 1 (--apply-layernorm-1p) and our rotated channels
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hugging_face.family import Family
-from megatron_lite.model.gpt import EMBEDDING_WEIGHT
-from megatron_lite.model.loading import Shape, parameter_shapes
+from megatron_lite.model.initialization import EMBEDDING_WEIGHT, Shape
 
 HEAD_WEIGHT = "lm_head.weight"
 VOCABULARY_TENSORS = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
@@ -37,9 +37,8 @@ class TensorMap:
     transposed: bool = False
 
 
-def tensor_maps(family: Family, model: ModelConfig) -> list[TensorMap]:
-    """Every tensor of the model, in the order of the layers; a tied head has none."""
-    known = parameter_shapes(model)
+def tensor_maps(family: Family, model: ModelConfig, known: Collection[str]) -> list[TensorMap]:
+    """Every tensor of the model with these names of ours, in the order of the layers; a tied head has none."""
     maps = []
     for of_layer, group in itertools.groupby(family.weights, lambda weight: "{layer}" in weight.theirs):
         rows = list(group)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")

@@ -8,7 +8,7 @@ from megatron_lite.checkpoint.folder import StoredCheckpoint
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.shards import LocalShard
 from megatron_lite.checkpoint.storage import Storage
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 
 LAYERS = "decoder.layers."
 

@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 
 from megatron_lite.checkpoint.manifest import METADATA
-from megatron_lite.config import ConfigError, ModelConfig
+from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.megatron_checkpoint.legacy import RANK_FOLDER, LegacyCheckpoint
 from megatron_lite.megatron_checkpoint.torch_dist import TorchDistCheckpoint
-from megatron_lite.model.loading import parameter_shapes
+from megatron_lite.model.gpt import parameter_shapes
 
 POINTER = "latest_checkpointed_iteration.txt"
 PLAIN = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.documents import Documents, bounds, window_of
 from megatron_lite.model.kernels import (
     BACKENDS,

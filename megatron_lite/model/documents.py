@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import attention_kernel, block_mask, gpu_generation
 
 # Queries and keys of one call of core attention: the queries are the last of the first `keys` positions.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.arithmetic.costs import GROUPED_MM_BYTES
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.router import Router, Routing
 

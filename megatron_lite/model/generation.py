@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.gpt import GPTChunk
 

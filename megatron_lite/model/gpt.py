@@ -16,17 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import KeyValueCache, SelfAttention
 from megatron_lite.model.documents import Documents, Part, documents_by_length, find_documents
 from megatron_lite.model.experts import Mixture
-from megatron_lite.model.initialization import initial_rows
+from megatron_lite.model.initialization import EMBEDDING_WEIGHT, Shape, initial_rows
 from megatron_lite.model.loss import LOSS_CHUNK_TOKENS, chunked_loss_sum, token_loss_sum
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norm import build_norm
 from megatron_lite.model.rotary import RotaryEmbedding, Rotation
 
-EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ReadTensor = Callable[[str], torch.Tensor]
 
 
 class GPTEmbedding(nn.Module):
@@ -229,3 +230,35 @@ class GPTChunk(nn.Module):
     def has_tied_copy(self) -> bool:
         """Whether this chunk holds a second copy of the embedding's weight as its head."""
         return self.tied and self.lm_head is not None and self.embedding is None
+
+
+def load_chunk(
+    model: ModelConfig,
+    layers: Sequence[int],
+    read: ReadTensor,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **parts: bool,
+) -> GPTChunk:
+    """A chunk with the stored weights, ready to be run, not to be trained.
+
+    Args:
+        layers: GLOBAL numbers of its layers.
+        read: gives a parameter by its global name.
+        parts: has_embedding, has_lm_head of GPTChunk.
+    """
+    with torch.device("meta"):
+        chunk = GPTChunk(model, layers, **parts)
+    for parameter in chunk.parameters():  # not the buffers, whose format is their own
+        parameter.data = parameter.data.to(dtype)
+    chunk.to_empty(device=device)
+    for name, tensor in (*chunk.named_global_parameters(), *chunk.named_global_buffers()):
+        tensor.data.copy_(read(name))
+    return chunk.eval().requires_grad_(False)
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """{global name: shape} of the whole model."""
+    with torch.device("meta"):
+        chunk = GPTChunk(model, range(model.num_layers))
+    return {name: tuple(parameter.shape) for name, parameter in chunk.named_global_parameters()}

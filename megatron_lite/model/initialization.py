@@ -9,14 +9,15 @@ import math
 
 import torch
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 
 BLOCK_ELEMENTS = 1 << 18
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+
+Shape = tuple[int, ...]
 
 
-def initial_rows(
-    name: str, shape: tuple[int, ...], rows: torch.Tensor, config: ModelConfig, seed: int
-) -> torch.Tensor:
+def initial_rows(name: str, shape: Shape, rows: torch.Tensor, config: ModelConfig, seed: int) -> torch.Tensor:
     """The initial values of some rows of a parameter.
 
     Args:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from megatron_lite.arithmetic.costs import gpu_attention_kernel
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 
 # --attention-backend in Megatron's words -> what scaled_dot_product_attention may choose from.
 BACKENDS = {
@@ -47,7 +46,7 @@ def attention_kernel(
     if not generation:
         return "cpu"
     half = generation >= AMPERE and dtype in (torch.bfloat16, torch.float16)
-    return gpu_attention_kernel(config, half, whole, dropout)
+    return config.gpu_attention_kernel(half, whole, dropout)
 
 
 def flash_attention(

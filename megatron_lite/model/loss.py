@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
+from megatron_lite.config.data import IGNORED_LABEL
 
 # Rows of logits held at once with --cross-entropy-loss-fusion: large enough for full-speed matmuls.
 LOSS_CHUNK_TOKENS = 1024

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.config import ModelConfig
 from megatron_lite.config.activations import Activation
+from megatron_lite.config.model import ModelConfig
 
 
 class MLP(nn.Module):

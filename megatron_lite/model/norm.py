@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 
 
 class LayerNorm(nn.LayerNorm):

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

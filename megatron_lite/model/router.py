@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 
 SMALLEST_SUM = 1e-20  # added to the sum of sigmoid scores, as in Megatron
 LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}

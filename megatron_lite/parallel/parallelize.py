@@ -9,10 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megatron_lite.arithmetic.mesh_sizes import is_unsharded
 from megatron_lite.arithmetic.partition import StagePlan
+from megatron_lite.arithmetic.sharding import wraps_in_fsdp
 from megatron_lite.config import Config
-from megatron_lite.distributed.mesh import ParallelMesh, local_part, local_slices
+from megatron_lite.distributed.mesh import ParallelMesh
+from megatron_lite.distributed.tensors import local_part, local_slices
 from megatron_lite.parallel.context import apply_context_parallel
 from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.recompute import apply_recompute
@@ -45,11 +46,11 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
         compile_layers(chunk, config, mesh.device)
-    if is_unsharded(config):
-        _leave_meta(chunk, mesh.device)
-    else:
+    if wraps_in_fsdp(config):
         apply_fsdp(chunk, mesh.fsdp_mesh, config)
         chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
+    else:
+        _leave_meta(chunk, mesh.device)
     initialize_weights(chunk, config)
     zero_buffers(chunk, mesh.device)
     return chunk

@@ -21,8 +21,8 @@ from megatron_lite.arithmetic.batch_size import pass_size
 from megatron_lite.arithmetic.partition import StagePlan
 from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
 from megatron_lite.arithmetic.sharding import splits_backward
-from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
 from megatron_lite.config import Config
+from megatron_lite.config.data import IGNORED_LABEL
 from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.parallel.clock import ActionClock
 from megatron_lite.parallel.context import my_part_of_sequence

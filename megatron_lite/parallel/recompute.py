@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.config import ParallelConfig
+from megatron_lite.config.parallel import ParallelConfig
 
 # --recompute-modules -> the modules of a layer that are recomputed in backward.
 OPERATORS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {

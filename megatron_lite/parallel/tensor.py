@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron_lite.config import ConfigError, ParallelConfig
+from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.vocabulary import vocabulary_parallel_loss_sum
 
 # The modules of a block by how their weights are split.

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.distributed.mesh import ParallelMesh, local_part
+from megatron_lite.distributed.mesh import ParallelMesh
+from megatron_lite.distributed.tensors import local_part
 
 
 class TiedWeights:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
+from megatron_lite.config.data import IGNORED_LABEL
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

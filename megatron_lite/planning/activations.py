@@ -4,8 +4,8 @@ Imports no torch. Symbols as in memory.py. Source: Korthikanti et al. 2022 (http
 model's operators.
 """
 
-from megatron_lite.arithmetic.costs import gpu_attention_kernel
-from megatron_lite.arithmetic.partition import StagePlan, placement_of, rank_of_stage
+from megatron_lite.arithmetic.partition import StagePlan
+from megatron_lite.arithmetic.pipeline_schedule import placement_of, rank_of_stage
 from megatron_lite.config import Config
 
 # Rows of logits at a time with --cross-entropy-loss-fusion, as model/loss.py has it (which imports torch).
@@ -79,8 +79,7 @@ def attention_kernel(config: Config) -> str:
     """The kernel that core attention runs on this config's GPUs, as `gpu_attention_kernel` names it."""
     model, length = config.model, config.data.seq_length
     windowed = model.window_size is not None and 0 <= model.window_size[0] < length - 1
-    return gpu_attention_kernel(
-        model,
+    return model.gpu_attention_kernel(
         half=config.precision.bf16 or config.precision.fp16,
         whole=not windowed and config.parallel.context_parallel_size == 1,
         dropout=model.attention_dropout > 0,

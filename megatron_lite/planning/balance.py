@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_lite.arithmetic.partition import placement_of, plan_stages, unit_costs
-from megatron_lite.arithmetic.pipeline_schedule import Schedule, build_schedule, simulate
+from megatron_lite.arithmetic.partition import plan_stages, unit_costs
+from megatron_lite.arithmetic.pipeline_schedule import Schedule, build_schedule, placement_of, simulate
 from megatron_lite.planning.trace import MeasuredTimes
 
 Counts = tuple[int, ...]  # layers of each stage

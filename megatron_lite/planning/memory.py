@@ -15,10 +15,15 @@ from dataclasses import dataclass, field
 
 from megatron_lite.arithmetic.batch_size import pass_size
 from megatron_lite.arithmetic.costs import block_matrix_parameters, model_costs
-from megatron_lite.arithmetic.mesh_sizes import is_unsharded, mesh_sizes
+from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
-from megatron_lite.arithmetic.sharding import reduces_each_microbatch, reshards, splits_backward
+from megatron_lite.arithmetic.sharding import (
+    reduces_each_microbatch,
+    reshards,
+    splits_backward,
+    wraps_in_fsdp,
+)
 from megatron_lite.config import Config
 from megatron_lite.config.optimizers import OPTIMIZERS
 from megatron_lite.planning.activations import (
@@ -50,7 +55,7 @@ class RankMemory:
 
 def shards(config: Config) -> int:
     """n: ranks that one copy of the parameters is cut over; context ranks are data-parallel ranks for parameters."""
-    sizes = mesh_sizes(config)
+    sizes = mesh_sizes(config.parallel)
     return sizes["dp_shard"] * sizes["cp"]
 
 
@@ -85,7 +90,7 @@ def adds_up_whole(config: Config) -> bool:
 
     With one microbatch each layer is reduced as it comes in any case, but where the backward is split.
     """
-    if is_unsharded(config):
+    if not wraps_in_fsdp(config):
         return True
     one = microbatches_of(config) == (1, 1) and not splits_backward(config)
     return not (reduces_each_microbatch(config) or one)
@@ -125,7 +130,11 @@ class _Rank:
         self.width, self.reduced = activation_width(config), reduced_width(config)
         self.shards = shards(config)
         self.passes, self.count = microbatches_of(config)
-        self.plain, self.whole, self.frees = is_unsharded(config), adds_up_whole(config), reshards(config)
+        self.plain, self.whole, self.frees = (
+            not wraps_in_fsdp(config),
+            adds_up_whole(config),
+            reshards(config),
+        )
         self.local = [stage_local_parameters(config, plan) for plan in plans]
         self.block = block_parameters(config)
         rows = config.model.padded_vocab_size * config.model.hidden_size

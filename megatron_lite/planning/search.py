@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 
 from megatron_lite.arithmetic.batch_size import batch_steps
-from megatron_lite.arithmetic.mesh_sizes import uneven_cut
-from megatron_lite.arithmetic.partition import V_SCHEDULES
 from megatron_lite.arithmetic.pipeline_schedule import (
     SPLIT_BACKWARD_SCHEDULES,
+    V_SCHEDULES,
     check_microbatches,
     runnable_schedule,
 )
+from megatron_lite.arithmetic.sharding import uneven_cut
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.declare import flag_name
 from megatron_lite.planning.devices import GIB, Cluster

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from megatron_lite.arithmetic.costs import block_matrix_parameters, mlp_matrix_parameters
 from megatron_lite.arithmetic.flops import flops_per_step
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
-from megatron_lite.arithmetic.partition import StagePlan, placement_of, plan_from_config, stages_of_rank
+from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import (
     StageTimes,
     Timeline,
     build_schedule,
+    placement_of,
     runnable_schedule,
     simulate,
 )
@@ -79,7 +80,7 @@ class StageSeconds:
 def strides(config: Config) -> dict[str, int]:
     """Axis -> distance in ranks between neighbours on it; tp is the innermost, then cp, dp and pp."""
     stride, out = 1, {}
-    for axis, size in reversed(list(mesh_sizes(config).items())):
+    for axis, size in reversed(list(mesh_sizes(config.parallel).items())):
         out[axis] = stride
         stride *= size
     return out
@@ -183,7 +184,7 @@ def step_edges(
     a parameter; offloaded it moves gradients and weights over PCIe (8 bytes) and computes at a tenth of that speed.
     """
     local, width = sum(stage_local_parameters(config, plan) for plan in plans), reduced_width(config)
-    mine, copies = local / shards(config), mesh_sizes(config)["dp_replicate"]
+    mine, copies = local / shards(config), mesh_sizes(config.parallel)["dp_replicate"]
     exposed = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
     if not reshards(config):
         gathering = shard_gather_seconds(config, cluster, local, activation_width(config))

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.config import ConfigError, DataConfig
+from megatron_lite.config.data import DataConfig
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.data.unicode_text import utf8_size
 from megatron_lite.distributed.environment import set_default

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.data.indexed_dataset import publish_pair, write_index
 from megatron_lite.files.command_line import RunError
 from megatron_lite.files.writing import sync, write_aside

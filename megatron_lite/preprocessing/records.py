@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.data.unicode_text import check_unicode, utf8_size
 from megatron_lite.preprocessing.text_files import Chunk, TextFile, open_stream, pieces, too_long
 

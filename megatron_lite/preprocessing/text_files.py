@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_lite.config import ConfigError
+from megatron_lite.config.declare import ConfigError
 from megatron_lite.files.foreign_files import foreign_content
 
 # Of decompressed text: small enough to spread over workers, large enough to amortise a hop.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_lite.distributed.mesh import local_part
+from megatron_lite.distributed.tensors import local_part
 
 # What live bytes are for.
 PARAMETERS = "parameters"

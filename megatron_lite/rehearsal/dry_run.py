@@ -348,7 +348,9 @@ def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
 def describe(found: Rehearsal, config: Config) -> str:
     """The rehearsal as text."""
     place = ", ".join(
-        f"{axis} {found.coordinates[axis]}/{size}" for axis, size in mesh_sizes(config).items() if size > 1
+        f"{axis} {found.coordinates[axis]}/{size}"
+        for axis, size in mesh_sizes(config.parallel).items()
+        if size > 1
     )
     lines = [
         f"rank {found.rank:,} of {config.parallel.world_size:,}" + (f" ({place})" if place else ""),

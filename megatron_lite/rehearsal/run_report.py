@@ -11,7 +11,6 @@ from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import (
     StagePlan,
     describe,
-    placement_of,
     plan_from_config,
     stage_compute,
     stage_parameters,
@@ -21,6 +20,7 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     StageTimes,
     build_schedule,
     peak_in_flight,
+    placement_of,
     runnable_schedule,
     simulate,
 )
@@ -119,7 +119,7 @@ def _model(config: Config, costs: ModelCosts, vocabulary: str) -> str:
 
 
 def _layout(config: Config, plans: list[StagePlan], costs: ModelCosts, batches: BatchSchedule) -> str:
-    parallel, sizes = config.parallel, mesh_sizes(config)
+    parallel, sizes = config.parallel, mesh_sizes(config.parallel)
     ranks = range(parallel.pipeline_model_parallel_size)
     held = [sum(stage_parameters(p, costs) for p in plans if p.rank == rank) for rank in ranks]
     most = max(held) / (sizes["tp"] * sizes["dp_shard"] * sizes["cp"])
@@ -138,7 +138,7 @@ def _layout(config: Config, plans: list[StagePlan], costs: ModelCosts, batches: 
 
 
 def _axes(config: Config) -> str:
-    sizes, data = mesh_sizes(config), config.parallel.data_parallel_size
+    sizes, data = mesh_sizes(config.parallel), config.parallel.data_parallel_size
     return (
         f"pipeline {sizes['pp']} x data {data} (replicas {sizes['dp_replicate']} x shards {sizes['dp_shard']}) x "
         f"context {sizes['cp']} x tensor {sizes['tp']}"

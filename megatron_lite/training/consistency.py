@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.arithmetic.mesh_sizes import AXES
-from megatron_lite.distributed.mesh import ParallelMesh, local_part
+from megatron_lite.distributed.mesh import ParallelMesh
+from megatron_lite.distributed.tensors import local_part
 from megatron_lite.training.named_tensors import named_tensors, tied_copies
 
 _CHECKSUM_PIECE = 1 << 22  # elements whose products are held at once

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.distributed.mesh import ParallelMesh, local_part
+from megatron_lite.distributed.mesh import ParallelMesh
+from megatron_lite.distributed.tensors import local_part
 from megatron_lite.parallel.tied import counted_parameters
 
 CLIP_EPSILON = 1e-6  # Megatron's: coefficient = clip / (norm + 1e-6)

@@ -6,7 +6,7 @@ used the hysteresis up; the hysteresis is refilled when the scale doubles, so a 
 
 from dataclasses import dataclass
 
-from megatron_lite.config import PrecisionConfig
+from megatron_lite.config.model import PrecisionConfig
 
 GROWTH = 2.0
 BACKOFF = 0.5

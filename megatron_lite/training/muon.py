@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from megatron_lite.distributed.mesh import local_part, local_slices, whole_tensor
+from megatron_lite.distributed.tensors import local_part, local_slices, whole_tensor
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lite.config import OptimizerConfig
 from megatron_lite.config.optimizers import OPTIMIZERS
+from megatron_lite.config.training import OptimizerConfig
 
 ParameterGroups = list[dict[str, Any]]
 

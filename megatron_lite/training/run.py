@@ -18,9 +18,9 @@ from megatron_lite.arithmetic.batch_size import BatchSchedule
 from megatron_lite.arithmetic.lr_schedule import LearningRateSchedule
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
-from megatron_lite.arithmetic.vocabulary import IGNORED_LABEL
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import Config, TrainingConfig
+from megatron_lite.config.data import IGNORED_LABEL
 from megatron_lite.data.loader import Loader
 from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.distributed.process_group import seed_everything
@@ -203,7 +203,7 @@ class Run:
 
     def checkpointer(self, tokenizer_files: tuple[Path, ...] = ()) -> Checkpointer:
         """Saves and loads this run (collective)."""
-        layout = mesh_sizes(self.config)
+        layout = mesh_sizes(self.config.parallel)
         layout |= {"chunks": self.config.parallel.num_virtual_stages_per_pipeline_rank}
         return Checkpointer(self.config, self.mesh.host_group, layout, self.mesh.coordinates, tokenizer_files)
 

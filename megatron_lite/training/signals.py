@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_lite.config import TrainingConfig
+from megatron_lite.config.training import TrainingConfig
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

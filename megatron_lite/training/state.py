@@ -5,8 +5,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from megatron_lite.config import ConfigError
-from megatron_lite.config.declare import is_of_kind, kind_in_words
+from megatron_lite.config.declare import ConfigError, is_of_kind, kind_in_words
 
 
 @dataclass

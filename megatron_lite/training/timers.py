@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron_lite.config import LoggingConfig
+from megatron_lite.config.output import LoggingConfig
 
 # Timer -> the --timing-log-level from which it is kept.
 LEVELS = {

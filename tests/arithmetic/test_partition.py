@@ -13,13 +13,13 @@ from megatron_lite.arithmetic.partition import (
     describe,
     plan_from_config,
     plan_stages,
-    rank_of_stage,
     stage_compute,
     stage_parameters,
     stages_of_rank,
     unit_costs,
 )
 from megatron_lite.arithmetic.pipeline_layout import parse_layout, write_layout
+from megatron_lite.arithmetic.pipeline_schedule import rank_of_stage
 from megatron_lite.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
 
 LLAMA_8B = ModelConfig(

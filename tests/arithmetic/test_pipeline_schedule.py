@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron_lite.arithmetic.partition import placement_of, rank_of_stage
 from megatron_lite.arithmetic.pipeline_schedule import (
     SCHEDULES,
     Action,
@@ -19,6 +18,8 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     build_schedule,
     check_microbatches,
     peak_in_flight,
+    placement_of,
+    rank_of_stage,
     schedule_timeline,
     simulate,
 )

@@ -12,8 +12,7 @@ from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.model_config import choose_family, model_config_json
 from megatron_lite.hugging_face.weights import tensor_maps, to_ours, to_theirs
-from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.model.loading import parameter_shapes
+from megatron_lite.model.gpt import GPTChunk, parameter_shapes
 from tests.hugging_face.models import CASES, VOCAB, random_tokens, saved
 
 
@@ -121,7 +120,7 @@ def test_what_is_rewritten_on_the_way_out(case):
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     state = {
         entry.theirs: to_theirs(entry, [weights[part].data for part in entry.ours], model)
-        for entry in tensor_maps(family, model)
+        for entry in tensor_maps(family, model, weights)
     }
     told = theirs.load_state_dict(state, strict=False)
     assert not told.unexpected_keys and set(told.missing_keys) <= {"lm_head.weight"}

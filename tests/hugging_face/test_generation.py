@@ -7,7 +7,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from megatron_lite.config import ConfigError
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.model.generation import Sampling, generate, next_token_probabilities
-from megatron_lite.model.loading import load_chunk
+from megatron_lite.model.gpt import load_chunk
 from tests.hugging_face.models import saved
 
 

@@ -11,7 +11,7 @@ from megatron_lite.config import ConfigError, ModelConfig
 from megatron_lite.files.command_line import run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.megatron_checkpoint.weights import open_megatron, our_tensors, with_stored_vocabulary
-from megatron_lite.model.loading import load_chunk
+from megatron_lite.model.gpt import load_chunk
 from tools import megatron_import
 
 FILES = Path(__file__).parent / "files"

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.model.experts import GroupedLinear, Mixture, grouped_product, takes_grouped_mm
-from megatron_lite.model.gpt import GPTChunk
-from megatron_lite.model.loading import load_chunk
+from megatron_lite.model.gpt import GPTChunk, load_chunk
 from megatron_lite.model.router import largest
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "moe"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lite.training.gradients import local_part
+from megatron_lite.distributed.tensors import local_part
 from megatron_lite.training.named_tensors import named_state
 from tests.parallel.live_bytes import MIB, MODEL, peaks
 from tests.parity import make_batches, make_config, set_up

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lite.config import CheckpointConfig
-from megatron_lite.distributed.mesh import local_part
+from megatron_lite.distributed.tensors import local_part
 from megatron_lite.training.consistency import ReplicaError, check_tied_copies
 from megatron_lite.training.named_tensors import checkpoint_tensors, tied_copies
 from tests.parity import assert_equals_one_process, full, make_batches, make_config, set_up

@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from megatron_lite.arithmetic.partition import placement_of
-from megatron_lite.arithmetic.pipeline_schedule import build_schedule, simulate
+from megatron_lite.arithmetic.pipeline_schedule import build_schedule, placement_of, simulate
 from megatron_lite.planning.balance import SplitTimes, block_seconds, propose
 from megatron_lite.planning.trace import MeasuredTimes
 

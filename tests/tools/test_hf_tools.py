@@ -16,7 +16,7 @@ from megatron_lite.checkpoint.writing import write_checkpoint
 from megatron_lite.config import Config, DataConfig, ModelConfig
 from megatron_lite.files.command_line import run
 from megatron_lite.hugging_face import conversions, verification, weights
-from megatron_lite.model.loading import parameter_shapes
+from megatron_lite.model.gpt import parameter_shapes
 from tests import local_tokenizers
 from tests.hugging_face.models import VOCAB, build, random_tokens, saved
 from tools import generate, hf_export, hf_import

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.arguments.parse import parse_arguments
-from megatron_lite.arithmetic.partition import placement_of, plan_from_config
+from megatron_lite.arithmetic.partition import plan_from_config
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
-from megatron_lite.arithmetic.pipeline_schedule import StageTimes, build_schedule, schedule_timeline, simulate
+from megatron_lite.arithmetic.pipeline_schedule import (
+    StageTimes,
+    build_schedule,
+    placement_of,
+    schedule_timeline,
+    simulate,
+)
 from megatron_lite.config import ConfigError
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.planning.trace import trace_of, write_trace

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hugging_face.activation_names import PLAIN
 from megatron_lite.hugging_face.family import TIED_HEAD, Family, Row, Weight, activation, always, same
 from megatron_lite.hugging_face.fields import ConfigFields

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hugging_face.families.llama import NO_BIAS, ROWS, WEIGHTS
 from megatron_lite.hugging_face.family import Family, Row, always, sliding_window_of, window_of
 from megatron_lite.hugging_face.fields import ConfigFields
