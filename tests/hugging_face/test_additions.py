@@ -125,7 +125,7 @@ def test_a_family_is_one_file(new_family, tmp_path, capsys):
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     configs = [transformers.AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("hf", "out")]
-    ours = ("head_dim", "_name_or_path", "rope_scaling", "rope_theta")
+    ours = ("head_dim", "_name_or_path", "rope_scaling", "rope_theta", "rope_parameters")
     before, after = ({k: v for k, v in config.items() if k not in ours} for config in configs)
     assert after == before
 

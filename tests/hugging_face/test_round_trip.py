@@ -11,8 +11,16 @@ from tests import local_tokenizers
 from tests.hugging_face.models import build, saved
 from tools import hf_export, hf_import
 
-# What this exporter writes besides: both spellings of the rotary settings and of the dtype, a derived width.
-ADDED = {"rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype", "head_dim"}
+# What this exporter writes besides: both spellings of the rotary settings and of the dtype, derived and default values.
+ADDED = {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "torch_dtype",
+    "dtype",
+    "head_dim",
+    "tie_word_embeddings",
+}
 
 
 def there_and_back(tmp_path, *more):
