@@ -120,25 +120,23 @@ def stage_times(words: Sequence[str], stages: int) -> StageTimes:
     Raises:
         ConfigError: an entry that is not two or three positive numbers, or too many or few entries.
     """
-    found = []
+    times = []
     for word in words:
         try:
-            numbers = [float(part) for part in word.split("/")]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (2, 3) or not all(0 < n < float("inf") for n in numbers):
+            first, *rest = map(number(0, float), word.split("/"))
+        except argparse.ArgumentTypeError:
+            first, rest = 0.0, []
+        if len(rest) not in (1, 2) or not all(0 < n < float("inf") for n in (first, *rest)):
             raise ConfigError(
                 f"--times '{word}' wants forward/backward or forward/input/weight, e.g. 1/2 or 1/1/1"
             )
-        half = numbers[1] / 2
-        found.append(tuple(numbers) if len(numbers) == 3 else (numbers[0], half, half))
-    if len(found) == 1:
-        found *= stages
-    if len(found) != stages:
+        times.append((first, *(rest if len(rest) == 2 else (rest[0] / 2, rest[0] / 2))))
+    times *= stages if len(times) == 1 else 1
+    if len(times) != stages:
         raise ConfigError(
-            f"--times has {len(found)} entries, wanted one for each of {stages} stages, or one for all"
+            f"--times has {len(times)} entries, wanted one for each of {stages} stages, or one for all"
         )
-    return StageTimes(*zip(*found, strict=True))
+    return StageTimes(*zip(*times, strict=True))
 
 
 def ideal_times(measured: MeasuredTimes, stages: int) -> Callable[[Action], float]:

@@ -27,19 +27,17 @@ class Device:
     efficiency: float = 0.65
 
 
-def _known(name: str, device: str, memory: float, bandwidth: float, nvlink: float, network: float) -> Device:
-    flops = peak_flops(device)
-    assert flops is not None
-    return Device(name, memory * GIB, flops, bandwidth * 1e9, nvlink * 1e9, network * 1e9)
-
-
 # Memory in GiB, then GB/s: HBM, NVLink one way (a data sheet gives both ways), network (A100: one 200 Gb/s port for
 # each GPU, later ones 400 Gb/s, as the makers' DGX systems have them).
+_SHEETS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 79.1, 2039, 300, 25),
+    "h100": ("NVIDIA H100 80GB HBM3", 79.6, 3350, 450, 50),
+    "h200": ("NVIDIA H200", 139.8, 4800, 450, 50),
+    "b200": ("NVIDIA B200", 178.0, 8000, 900, 50),
+}
 DEVICES: dict[str, Device] = {
-    "a100": _known("a100", "NVIDIA A100-SXM4-80GB", 79.1, 2039, 300, 25),
-    "h100": _known("h100", "NVIDIA H100 80GB HBM3", 79.6, 3350, 450, 50),
-    "h200": _known("h200", "NVIDIA H200", 139.8, 4800, 450, 50),
-    "b200": _known("b200", "NVIDIA B200", 178.0, 8000, 900, 50),
+    name: Device(name, memory * GIB, peak_flops(device) or 0.0, *(1e9 * speed for speed in speeds))
+    for name, (device, memory, *speeds) in _SHEETS.items()
 }
 
 

@@ -60,22 +60,18 @@ class Layout:
 
     def applied_to(self, config: Config, num_gpus: int) -> Config:
         """The config of a run in this layout; what `flags` would make of the same command line."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "micro_batch_size"}
-        full = self.recompute_granularity == "full"
-        values |= {
+        values = vars(self) | {
             "world_size": num_gpus,
             "sequence_parallel": self.tensor_model_parallel_size > 1,
-            "recompute_granularity": None
-            if self.recompute_granularity == "none"
-            else self.recompute_granularity,
-            "recompute_method": "uniform" if full else None,
-            "recompute_num_layers": 1 if full else None,
+            "recompute_method": None,
+            "recompute_num_layers": None,
         }
-        return replace(
-            config,
-            parallel=replace(config.parallel, **values),
-            training=replace(config.training, micro_batch_size=self.micro_batch_size),
-        )
+        micro_batch = replace(config.training, micro_batch_size=values.pop("micro_batch_size"))
+        if self.recompute_granularity == "none":
+            values["recompute_granularity"] = None
+        if self.recompute_granularity == "full":
+            values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return replace(config, parallel=replace(config.parallel, **values), training=micro_batch)
 
 
 @dataclass(frozen=True)

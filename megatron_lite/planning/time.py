@@ -213,11 +213,8 @@ def pass_timeline(config: Config, cluster: Cluster) -> Timeline:
 def stage_times(config: Config, cluster: Cluster, plans: list[StagePlan]) -> StageTimes:
     """The seconds that the simulator takes."""
     stages = [stage_seconds(config, cluster, plan) for plan in plans]
-    return StageTimes(
-        tuple(stage.forward for stage in stages),
-        tuple(stage.backward_input for stage in stages),
-        tuple(stage.backward_weight for stage in stages),
-    )
+    parts = ((one.forward, one.backward_input, one.backward_weight) for one in stages)
+    return StageTimes(*zip(*parts, strict=True))
 
 
 def message_seconds(config: Config, cluster: Cluster) -> float:

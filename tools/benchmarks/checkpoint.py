@@ -35,7 +35,7 @@ def run(options: Options) -> list[Table]:
     for ranks in (2,) if options.quick else (1, 2):
         # In the working folder, not in the machine's temporary place, which may be memory.
         with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="benchmark-checkpoint-") as folder:
-            seconds, grown = run_ranks(contests, ranks, folder, megabytes << 20, options.repeats)[0]
+            seconds = run_ranks(contests, ranks, folder, megabytes << 20, options.repeats)[0]
         rows = [
             speed("save", seconds, "plain write", at_least=0.8, note="synced, hashed, renamed"),
             cost("blocked by a background save", seconds, "save", at_most=0.05, note="within a step"),
@@ -45,8 +45,6 @@ def run(options: Options) -> list[Table]:
         ]
         facts = [
             f"Fastest, s: {fastest(seconds)}.",
-            f"A background save keeps a copy of the state, {megabytes / ranks:.0f} MiB a rank; resident memory grew by "
-            f"{grown[0]:.0f} MiB with the first, by {grown[-1]:.0f} MiB in all with {len(grown)}.",
             "Blocked: the call to save and the optimizer's wait for the copy, in a step that computes on the same "
             "core for as long as a synchronous save takes.",
         ]
@@ -54,13 +52,12 @@ def run(options: Options) -> list[Table]:
     return tables
 
 
-def contests(folder: str, total_bytes: int, repeats: int) -> tuple[Seconds, list[float]]:
-    """On every rank: all turns, and by how many MiB each background save left the memory grown from the start."""
+def contests(folder: str, total_bytes: int, repeats: int) -> Seconds:
+    """On every rank: all turns."""
     state = State(Path(folder), total_bytes // dist.get_world_size())
     writes = {"save": state.save, "plain write": state.write_plain}
     seconds = take_turns({name: partial(state.write_turn, write) for name, write in writes.items()}, repeats)
-    background, before = Background(state), _resident_bytes()
-    step = max(0.2, min(seconds["save"]))
+    background, step = Background(state), max(0.2, min(seconds["save"]))
     blocked = {
         "blocked by a background save": partial(background.turn, step),
         "copy for a background save": partial(background.turn, 0.0),
@@ -72,7 +69,7 @@ def contests(folder: str, total_bytes: int, repeats: int) -> tuple[Seconds, list
         reads = {f"load{suffix}": state.load, f"plain read{suffix}": state.read_plain}
         turns = {name: partial(state.read_turn, read, prepare) for name, read in reads.items()}
         seconds |= take_turns(turns, repeats)
-    return seconds, [(size - before) / 2**20 for size in background.resident]
+    return seconds
 
 
 class State:
@@ -162,7 +159,6 @@ class Background:
         self.checkpointer = state.open(async_save=True)
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
         self.checkpointer.overlap_copy_with(self.optimizer)
-        self.resident: list[int] = []
         self.left = torch.randn(256, 256)
 
     def turn(self, step_seconds: float) -> float:
@@ -183,16 +179,9 @@ class Background:
         for tensor in state.tensors.values():
             tensor.add_(1)
         self.checkpointer.close()
-        self.resident.append(_resident_bytes())
         state.load()
         as_saved = state.holds({name: target + 1 for name, target in state.targets.items()})
         refuse_unlike("what a background save wrote", {"wanted": True, "the state of its step": as_saved})
         longest = torch.tensor([(returned - started) + (waited - computed)], dtype=torch.float64)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return longest.item()
-
-
-def _resident_bytes() -> int:
-    """Of this process, now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -39,9 +39,8 @@ class Row:
         """'ok', 'MISSED', or '' where nothing was wanted."""
         if self.at_least is None and self.at_most is None:
             return ""
-        low = -math.inf if self.at_least is None else self.at_least
-        high = math.inf if self.at_most is None else self.at_most
-        return "ok" if low <= self.value <= high else "MISSED"
+        low = self.at_least is None or self.value >= self.at_least
+        return "ok" if low and (self.at_most is None or self.value <= self.at_most) else "MISSED"
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def row_of(
 def speed(name: str, seconds: Seconds, baseline: str, at_least: float | None = None, note: str = "") -> Row:
     """How fast `name` is as a share of `baseline` (above 1: faster), by the rounds' own ratios."""
     ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
-    return row_of(name, baseline, ratios, at_least, None, note)
+    return row_of(name, baseline, ratios, at_least=at_least, note=note)
 
 
 def cost(name: str, seconds: Seconds, baseline: str, at_most: float | None = None, note: str = "") -> Row:

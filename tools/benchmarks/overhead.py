@@ -65,8 +65,7 @@ class ClockedTrainer(Trainer):
         started = time.perf_counter()
         result = part(*args)
         self.computing += time.perf_counter() - started
-        if result is not None:
-            self.loss, _ = result
+        self.loss = result[0] if result else self.loss
         return result
 
     def _note(self, iteration: int) -> None:
@@ -129,8 +128,7 @@ def write_data(sizes: Sizes, folder: Path) -> str:
     """An indexed dataset of random documents; its prefix."""
     random, prefix = np.random.default_rng(1), str(folder / "random_text_document")
     lengths = random.integers(20, 4 * sizes.seq_length, 300)
-    tokens = random.integers(0, sizes.vocabulary - 1, lengths.sum()).astype(np.uint16)
-    tokens[np.cumsum(lengths) - 1] = sizes.vocabulary - 1
+    tokens = random.integers(0, sizes.vocabulary, lengths.sum(), dtype=np.uint16)
     write_pair(prefix, tokens.dtype, [tokens.data], lambda: [lengths], lambda: [np.arange(1, 301)])
     return prefix
 
