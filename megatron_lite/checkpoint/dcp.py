@@ -182,23 +182,23 @@ class _HashedFile:
     def write(self, data: memoryview | bytes) -> int:
         """All of data."""
         view = memoryview(data).cast("B")
-        threaded = len(view) >= _THREADED_BYTES
-        hashed = self._hasher.submit(self._digest.update, view) if threaded else self._digest.update(view)
+        for start in range(0, len(view), _SYNC_BYTES):
+            self._write_block(view[start : start + _SYNC_BYTES])
+        return len(view)
+
+    def _write_block(self, block: memoryview) -> None:
+        threaded = len(block) >= _THREADED_BYTES
+        hashed = self._hasher.submit(self._digest.update, block) if threaded else self._digest.update(block)
         try:
-            for start in range(0, len(view), _SYNC_BYTES):
-                self._write_part(view[start : start + _SYNC_BYTES])
+            self._file.write(block)
         except OSError as error:
             self.error = error
             raise
         finally:
             if threaded:
-                hashed.result()  # the caller may reuse its memory once we return
-        self._size += len(view)
-        return len(view)
-
-    def _write_part(self, view: memoryview) -> None:
-        self._file.write(view)
-        self._unsynced += len(view)
+                hashed.result()  # the caller may reuse its memory once write returns
+        self._size += len(block)
+        self._unsynced += len(block)
         if self._local and self._unsynced >= _SYNC_BYTES:
             self._file.flush()
             self._syncs.append(self._syncer.submit(os.fdatasync, self._file.fileno()))

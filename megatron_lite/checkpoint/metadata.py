@@ -8,8 +8,7 @@ import gc
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {(c.__module__, c.__qualname__): c for c 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor and the record that holds it: bytes [start, start + length) of a file."""
+    """A slice of a tensor and the record that holds it: bytes [start, start + length) of a file."""
 
     offsets: Ints
     sizes: Ints
@@ -85,29 +84,21 @@ def parse_metadata(data: bytes, path: str, skip_objects: bool = False) -> dict[s
     Raises:
         ConfigError: it is not a checkpoint's metadata; nothing in it has run.
     """
-    try:
-        with _no_garbage_collection():
-            stored = _Unpickler(io.BytesIO(data)).load()
-            return {
-                str(name): _tensor(name, kept, stored.storage_data)
-                for name, kept in stored.state_dict_metadata.items()
-                if not (skip_objects and isinstance(kept, metadata.BytesStorageMetadata))
-            }
-    except Exception as error:  # noqa: BLE001  a hostile pickle can raise anything
-        raise ConfigError(f"{path} is not a checkpoint's metadata: {error}") from None
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A thousand ranks' pieces are millions of objects, none of them garbage: the collector would look at them over and
-    over, which takes two thirds of the time.
-    """
-    enabled = gc.isenabled()
+    collects = gc.isenabled()
+    # A thousand ranks' chunks are millions of objects, none of them garbage: looking at them over and over would take
+    # two thirds of the time.
     gc.disable()
     try:
-        yield
+        stored = _Unpickler(io.BytesIO(data)).load()
+        return {
+            str(name): _tensor(name, kept, stored.storage_data)
+            for name, kept in stored.state_dict_metadata.items()
+            if not (skip_objects and isinstance(kept, metadata.BytesStorageMetadata))
+        }
+    except Exception as error:  # noqa: BLE001  a hostile pickle can raise anything
+        raise ConfigError(f"{path} is not a checkpoint's metadata: {error}") from None
     finally:
-        if enabled:
+        if collects:
             gc.enable()
 
 
@@ -127,7 +118,7 @@ def _tensor(name: str, kept: Any, records: dict[Any, Any]) -> StoredTensor:
             )
         chunks.append(StoredChunk(offsets, sizes, file, start, length))
     if sum(math.prod(c.sizes) for c in chunks) != math.prod(shape):
-        raise ValueError(f"the pieces of {name} do not make the whole")
+        raise ValueError(f"the chunks of {name} do not make the whole")
     if not isinstance(kept.properties.dtype, torch.dtype):
         raise ValueError(f"{name} has no dtype")
     return StoredTensor(shape, kept.properties.dtype, tuple(chunks))

@@ -7,8 +7,8 @@ import torch
 
 from megatron_lite.checkpoint.folder import StoredCheckpoint, StoredConfig, find_in
 from megatron_lite.checkpoint.manifest import METADATA
-from megatron_lite.checkpoint.metadata import StoredChunk, StoredTensor, parse_metadata
-from megatron_lite.checkpoint.records import RecordError, read_slice
+from megatron_lite.checkpoint.metadata import StoredTensor, parse_metadata
+from megatron_lite.checkpoint.records import RecordError, fill_shard
 from megatron_lite.checkpoint.shards import LocalShard
 from megatron_lite.config.declare import ConfigError
 
@@ -69,19 +69,20 @@ class CheckpointReader:
         self.fill({name: LocalShard(target, stored.shape, (0,) * target.dim())})
         return target
 
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor; only they are read. Raises ConfigError as read does."""
+        stored = self._stored(name)
+        target = torch.empty((stop - start, *stored.shape[1:]), dtype=stored.dtype)
+        self.fill({name: LocalShard(target, stored.shape, (start, *(0 for _ in stored.shape[1:])))})
+        return target
+
     def fill(self, shards: Mapping[str, LocalShard]) -> None:
         """Read shards into their memory, in the order of the files, so that the disk is read from front to back.
 
         Dtypes are converted; callers compare them first. Raises ConfigError as read does.
         """
         for name in sorted(shards, key=self._place):
-            stored, shard = self._stored(name), shards[name]
-            for chunk in stored.chunks:
-                overlap = _overlap(chunk, shard)
-                if overlap is not None:
-                    inside, begin = overlap
-                    file = self._file(chunk.file)
-                    self._checked(read_slice, shard.local[inside], file, chunk, stored.dtype, begin)
+            self._checked(fill_shard, shards[name], self._stored(name), self._file)
 
     def close(self) -> None:
         """Close the files."""
@@ -108,8 +109,7 @@ class CheckpointReader:
         if name not in self._files:
             if len(self._files) >= _OPEN_FILES:
                 self._files.pop(next(iter(self._files))).close()
-            path = f"{self.stored.name}/{name}"
-            self._files[name] = self._checked(self.stored.storage.open, path, "rb")
+            self._files[name] = self.stored.storage.open(f"{self.stored.name}/{name}", "rb")
         return self._files[name]
 
     def _checked(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -119,17 +119,3 @@ class CheckpointReader:
             raise ConfigError(f"{self.path} cannot be read: {error.strerror or error}") from None
         except RecordError as error:
             raise ConfigError(f"{self.path}: {error}") from None
-
-
-def _overlap(chunk: StoredChunk, shard: LocalShard) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
-    """(where in the shard, where the same slice begins in the chunk), None when they do not meet."""
-    inside, begin = [], []
-    for c_start, c_size, s_start, s_size in zip(
-        chunk.offsets, chunk.sizes, shard.offsets, shard.sizes, strict=True
-    ):
-        start, stop = max(c_start, s_start), min(c_start + c_size, s_start + s_size)
-        if start >= stop:
-            return None
-        inside.append(slice(start - s_start, stop - s_start))
-        begin.append(start - c_start)
-    return tuple(inside), tuple(begin)

@@ -7,11 +7,13 @@ reading, and a whole chunk costs one copy.
 
 import math
 import sys
+from collections.abc import Callable
 from typing import BinaryIO
 
 import torch
 
-from megatron_lite.checkpoint.metadata import StoredChunk
+from megatron_lite.checkpoint.metadata import StoredChunk, StoredTensor
+from megatron_lite.checkpoint.shards import LocalShard
 
 _LOCAL_HEADER = 30
 _HEAD_BYTES = (
@@ -73,6 +75,24 @@ def read_into(target: torch.Tensor, file: BinaryIO, position: int) -> None:
                 f"the file ends at byte {position + done:,}, {len(view) - done:,} more were wanted"
             )
         done += count
+
+
+def fill_shard(shard: LocalShard, stored: StoredTensor, opened: Callable[[str], BinaryIO]) -> None:
+    """Read a shard of a stored tensor, from the chunks that overlap with it; `opened` gives a file by its name.
+
+    Raises:
+        RecordError: a record does not hold what the metadata says; OSError: a file cannot be read.
+    """
+    for chunk in stored.chunks:
+        inside, begin = [], []
+        for c_start, c_size, start, size in zip(
+            chunk.offsets, chunk.sizes, shard.offsets, shard.sizes, strict=True
+        ):
+            first, last = max(c_start, start), min(c_start + c_size, start + size)
+            inside.append(slice(first - start, max(first, last) - start))
+            begin.append(first - c_start)
+        if all(part.start < part.stop for part in inside):
+            read_slice(shard.local[tuple(inside)], opened(chunk.file), chunk, stored.dtype, tuple(begin))
 
 
 def read_slice(

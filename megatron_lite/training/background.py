@@ -12,9 +12,7 @@ CLOSE_TIMEOUT_S = 30.0  # for all trackers together, at the end of the run
 
 
 class Sink(Protocol):
-    """One place for records."""
-
-    name: str
+    """One place for records. One that is not in the background has a `name`."""
 
     def track(self, record: Record, step: int) -> None:
         """Keep one record."""

@@ -29,14 +29,11 @@ _CLEAR_LINE = "\r\x1b[2K"
 class Tracker:
     """Hands records to every sink; prints lines. Silent on ranks that do not report."""
 
-    def __init__(
-        self, sinks: list[Sink | BackgroundSink], speaks: bool, wandb_run_id: str | None = None
-    ) -> None:
-        """wandb_run_id: the run's id at Weights & Biases, to go on with after a restart."""
+    def __init__(self, sinks: list[Sink | BackgroundSink], speaks: bool) -> None:
         self._sinks = sinks
         self._speaks = speaks
         self._on_terminal = speaks and sys.stdout.isatty()
-        self.wandb_run_id = wandb_run_id
+        self.wandb_run_id: str | None = None  # to go on with after a restart
 
     def say(self, line: str) -> None:
         """Print a line of the log; from any thread."""
@@ -57,10 +54,8 @@ class Tracker:
     def close(self) -> None:
         """Close every sink; those in threads get CLOSE_TIMEOUT_S together."""
         behind = [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]
-        for sink in behind:
-            sink.begin_close()
-        for sink in [sink for sink in self._sinks if sink not in behind]:
-            self._attempt(sink, sink.close)
+        for sink in list(self._sinks):
+            sink.begin_close() if sink in behind else self._attempt(sink, sink.close)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for sink in behind:
             sink.wait_closed(deadline)
@@ -103,8 +98,6 @@ class JsonLines:
 class TensorBoardSink:
     """Scalars for TensorBoard, under Megatron's names."""
 
-    name = "TensorBoard"
-
     def __init__(self, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package
 
@@ -125,8 +118,6 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases; offline without a login or a server. The same run goes on after a restart."""
 
-    name = "wandb"
-
     def __init__(self, config: Config, run_id: str, resumed: bool, say: Callable[[str], None]) -> None:
         import wandb  # an optional package
 
@@ -143,19 +134,18 @@ class WandbSink:
             "resume": "allow" if resumed else None,
             "settings": wandb.Settings(init_timeout=60, silent=True),
         }
-        offline = f"wandb goes offline ({folder}/wandb, `wandb sync` sends it later)"
+        why_offline = None
         if not _wandb_has_login(wandb):
-            say(
-                f"warning: {offline}: no login in WANDB_API_KEY, ~/.netrc or wandb's settings (`wandb login`)"
-            )
-            self._run = wandb.init(**options, mode="offline")
+            why_offline = "no login in WANDB_API_KEY, ~/.netrc or wandb's settings (`wandb login`)"
         else:
             try:
                 self._run = wandb.init(**options)
             except Exception as error:  # noqa: BLE001  a server that is down must not cost the whole run's points
-                say(f"warning: {offline}: {str(error).splitlines()[0]}")
+                why_offline = str(error).splitlines()[0]
                 wandb.teardown()  # it holds the run's id
-                self._run = wandb.init(**options, mode="offline")
+        if why_offline:
+            say(f"warning: wandb goes offline ({folder}/wandb, `wandb sync` sends it later): {why_offline}")
+            self._run = wandb.init(**options, mode="offline")
         # Charts over the iteration: wandb's own step never goes back, so a run that goes on from an older checkpoint
         # would lose every point up to where it had been.
         self._run.define_metric("iteration")
@@ -204,20 +194,19 @@ class ProgressLog:
     def __init__(self, config: Config, environment: Environment) -> None:
         on = config.logging.log_progress and config.checkpoint.save and environment.rank == 0
         self._path = Path(config.checkpoint.save) / "progress.txt" if on else None
-        self._job = environment.slurm_job_id or environment.run_id or ""
-        self._num_processes = environment.world_size
-        self._started = time.monotonic()
-        self._flops_at_start: float | None = None
+        self._environment = environment
+        self._started, self._flops_at_start = time.monotonic(), 0.0
 
     def append(self, text: str) -> None:
         """Time, job, number of processes, text."""
         if self._path is None:
             return
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\tJob ID: {self._job}\t# GPUs: {self._num_processes}\t{text}\n"
+        environment, now = self._environment, time.strftime("%Y-%m-%d %H:%M:%S")
+        job = environment.slurm_job_id or environment.run_id or ""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(f"{now}\tJob ID: {job}\t# GPUs: {environment.world_size}\t{text}\n")
         except OSError as error:
             self._path = None
             print(f"warning: --log-progress stops: {error}", flush=True)
@@ -229,8 +218,8 @@ class ProgressLog:
 
     def saved(self, state: TrainState) -> None:
         """A checkpoint was saved."""
-        done = state.flops - (self._flops_at_start or 0.0)
-        rate = done / (time.monotonic() - self._started) / self._num_processes / 1e12
+        seconds = time.monotonic() - self._started
+        rate = (state.flops - self._flops_at_start) / seconds / self._environment.world_size / 1e12
         self.append(
             f"Saved checkpoint\tIteration: {state.iteration}\tJob throughput: {rate:.3g} TFLOP/s/GPU\t"
             f"Floating-point operations: {state.flops:.2e}\tTokens (in billions): {state.consumed_tokens / 1e9:.4g}"
