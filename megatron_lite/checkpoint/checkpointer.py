@@ -246,20 +246,17 @@ class Checkpointer:
             shards = self._ranks.all_ranks(take_shards)
             self._ranks.rank0_only(new.begin)
             written = save_shards(self._storage, new.name, shards, self._ranks.group)
-            if self._config.checkpoint.verify_integrity:
-                self._ranks.all_ranks(lambda: self._reread(new.name, written))
+            if self._config.checkpoint.verify_integrity:  # each rank reads back what it wrote
+                damage = why_corrupt(self._storage, new.name, Manifest(iteration, written), written)
+                for problem in self._ranks.gather(damage):
+                    if problem is not None:
+                        raise ConfigError(f"read back, {problem}")
             entries = {name: entry for part in self._ranks.gather(written) for name, entry in part.items()}
             self._ranks.rank0_only(lambda: self._commit(new, entries, files))
         except (Exception, CheckpointException) as error:
             self._failure = sentence(error)
             if self._ranks.rank == 0:
                 new.discard()
-
-    def _reread(self, folder: str, written: dict[str, FileEntry]) -> None:
-        """--verify-integrity: what this rank wrote, read back."""
-        problem = why_corrupt(self._storage, folder, Manifest(0, written), written)
-        if problem is not None:
-            raise ConfigError(f"read back, {problem}")
 
     def _commit(self, new: NewFolder, entries: dict[str, FileEntry], files: dict[str, bytes]) -> None:
         new.commit(entries, files)
@@ -304,16 +301,14 @@ class Checkpointer:
             if name not in stored:
                 missing.add(name)
                 continue
-            kept = stored[name]
-            if kept.shape != tuple(tensor.shape) and not self._differ_in_padding(
-                name, kept.shape, tensor.shape
-            ):
-                wrong.add(f"{name} is {list(kept.shape)}, wanted {list(tensor.shape)}")
-            elif kept.dtype != tensor.dtype:
-                text = f"{name} is {_dtype(kept.dtype)}, wanted {_dtype(tensor.dtype)}"
-                (wider if torch.promote_types(kept.dtype, tensor.dtype) == tensor.dtype else wrong).add(text)
-        found = self._ranks.gather((missing, wrong, wider))
-        missing, wrong, wider = (sorted(set().union(*sets)) for sets in zip(*found, strict=True))
+            shape, dtype = stored[name].shape, stored[name].dtype
+            if shape != tuple(tensor.shape) and not self._differ_in_padding(name, shape, tensor.shape):
+                wrong.add(f"{name} is {list(shape)}, wanted {list(tensor.shape)}")
+            elif dtype != tensor.dtype:
+                text = f"{name} is {dtype}, wanted {tensor.dtype}".replace("torch.", "")
+                (wider if torch.promote_types(dtype, tensor.dtype) == tensor.dtype else wrong).add(text)
+        every = zip(*self._ranks.gather((missing, wrong, wider)), strict=True)
+        missing, wrong, wider = (sorted(set().union(*sets)) for sets in every)
         if missing:
             optimizer_only = all(name.startswith(OPTIMIZER_PREFIX) for name in missing)
             way = "; --no-load-optim starts the optimizer's state anew" if optimizer_only else ""
@@ -327,10 +322,6 @@ class Checkpointer:
 def _decides_ids(path: str) -> bool:
     """Whether a file of a checkpoint is one of the tokenizer's, but for what only chats need."""
     return path.startswith(f"{TOKENIZER}/") and not path.endswith(".jinja")
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _list(names: list[str]) -> str:
