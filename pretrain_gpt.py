@@ -33,6 +33,7 @@ from megatron_lite.rehearsal.dry_run import rehearse
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.resume import resume
 from megatron_lite.training.run import build_run
+from megatron_lite.training.signals import StopConditions
 
 
 def pretrain(config: Config, environment: Environment, started: float) -> int:
@@ -42,6 +43,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             print(f"written: {convert_checkpoint(config.checkpoint)}")
         return 0
     with distributed.process_group(config, environment) as (device, once):
+        stop = StopConditions(config.training, device, started)
         say = print if environment.rank == 0 else lambda line: None
         mesh = build_mesh(config, device)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -56,7 +58,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             barrier=lambda: distributed.patient_barrier(mesh.host_group),
             say=say,
         )
-        run = build_run(config, mesh, started)
+        run = build_run(config, mesh, stop)
         say(start_banner(config, run.plans))
         checkpointer = run.checkpointer(tokenizer.files())
         resume(run, checkpointer, datasets.fingerprint, say, once)

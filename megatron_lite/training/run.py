@@ -209,14 +209,16 @@ class Run:
 
 
 def build_run(
-    config: Config, mesh: ParallelMesh, started: float | None = None, chunk_type: type[nn.Module] = GPTChunk
+    config: Config,
+    mesh: ParallelMesh,
+    stop: StopConditions | None = None,
+    chunk_type: type[nn.Module] = GPTChunk,
 ) -> Run:
     """My rank's part of a run from its first step on, with initial weights and seeded generators.
 
     Args:
         config: resolved, with its padded vocabulary.
-        started: time.monotonic() of the program's start: signals and minutes end the run where flags ask for it.
-            None: nothing does.
+        stop: what ends the run early; made first of all, so that no signal is lost. None: nothing does.
         chunk_type: called with (config.model, global layer numbers, has the embedding, has the head).
     """
     seed_everything(config, mesh.data_parallel_rank, mesh.coordinates)
@@ -233,7 +235,5 @@ def build_run(
         batches=BatchSchedule.from_config(config),
         loss_scale=LossScale.from_config(config.precision),
         timers=Timers(config.logging, mesh.device),
-        stop=StopConditions(
-            config.training if started is not None else TrainingConfig(), mesh.device, started
-        ),
+        stop=stop or StopConditions(TrainingConfig(), mesh.device),
     )

@@ -89,7 +89,7 @@ def measure(sizes: Sizes, folder: Path, repeats: int) -> tuple[list[Row], float]
     first = next(iter(configs.values()))
     datasets = build_datasets(first, build_tokenizer(first.data, sizes.vocabulary - 1))
     whole = {
-        name: ClockedTrainer(build_run(config, build_mesh(config, device), time.monotonic()), datasets)
+        name: ClockedTrainer(build_run(config, build_mesh(config, device)), datasets)
         for name, config in configs.items()
     }
     steps, losses = (repeats + 1) * STEPS_A_TURN, {}
