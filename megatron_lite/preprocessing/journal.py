@@ -21,6 +21,7 @@ import numpy as np
 from megatron_lite.config.declare import ConfigError
 from megatron_lite.data.indexed_dataset import publish_pair, write_index
 from megatron_lite.files.command_line import RunError
+from megatron_lite.files.reading import read_object
 from megatron_lite.files.writing import sync, write_aside
 
 _PIECE = 1 << 20  # entries handled at a time when the index is written
@@ -61,14 +62,8 @@ class Journal:
         self._files = [] if self.complete else self._open(stored)
 
     def _read_state(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.folder / "state.json").read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            raise ConfigError(
-                f"'{self.folder}/state.json' is not readable; remove the folder to start afresh"
-            ) from None
+        path = self.folder / "state.json"
+        return read_object(path, f"'{path}' (remove the folder to start afresh)") if path.exists() else None
 
     def _check_signature(self, stored: dict[str, Any]) -> None:
         for name in sorted({*self.signature, *stored}):
