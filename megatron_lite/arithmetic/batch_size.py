@@ -116,20 +116,14 @@ def ramp_up_steps(start: int, increment: int, ramp_samples: int, final: int) -> 
         raise ConfigError(f"{flag} makes {count:,} increments, at most {_MOST_INCREMENTS:,} are possible")
     if count == 0:
         return ((0, final),)
-    part = (
-        ramp_samples / count
-    )  # a float, and divided by below, since Megatron's boundaries come from its rounding
+    part = ramp_samples / count  # a float to divide by, since Megatron's boundaries come from its rounding
     steps = [(0, start)]
     for number in range(1, count + 1):
         first = -(-number * ramp_samples // count)
         while int(first / part) < number and first <= ramp_samples:
             first += 1
         steps.append((first, start + number * increment))
-    return _last_of_each(steps)
-
-
-def _last_of_each(steps: list[Step]) -> tuple[Step, ...]:
-    """One step for each first sample, the largest batch: increments shorter than a sample are jumped over."""
+    # One step for each first sample, the largest batch: increments shorter than a sample are jumped over.
     return tuple(sorted(dict(steps).items()))
 
 

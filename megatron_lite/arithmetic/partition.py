@@ -262,11 +262,9 @@ def describe(plans: list[StagePlan], costs: ModelCosts) -> str:
         holds = plan.holds + (" (copy of the embedding)" if copied else "")
         parameters = f"{stage_parameters(plan, costs):,}"
         rows.append((str(plan.stage), str(plan.rank), holds, parameters, f"{flops / total:.1%}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  "
-        f"{row[3]:>{widths[3]}}  {row[4]:>{widths[4]}}"
-        for row in rows
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, ">><>>", widths)) for row in rows
     ]
     ranks = sorted({plan.rank for plan in plans})
     loads = {r: sum(f for plan, f in zip(plans, compute, strict=True) if plan.rank == r) for r in ranks}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from megatron_lite.config.declare import ConfigError
+from megatron_lite.config.declare import ConfigError, finite_number, whole_number
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,13 +61,16 @@ def _leave(sentence: str, code: int) -> NoReturn:
 
 
 def number(minimum: float, kind: type = int, maximum: float | None = None) -> Callable[[str], Any]:
-    """An argparse type: a number from `minimum` to `maximum` (to the largest of 64 bits), else a sentence about it."""
+    """An argparse type: a number from `minimum` to `maximum` (to the largest of 64 bits), else a sentence about it.
+
+    Written as pretrain_gpt.py's flags take it: 1_000_000, 1e9, 1.5K.
+    """
     limits = f"from {minimum:,} to {maximum:,}" if maximum is not None else f"of at least {minimum:,}"
     highest = maximum if maximum is not None else 2**63 - 1 if kind is int else sys.float_info.max
 
     def convert(text: str) -> Any:
         try:
-            value = kind(text)
+            value = whole_number(text) if kind is int else finite_number(text)
         except ValueError:
             value = None
         if value is None or not minimum <= value <= highest:
