@@ -185,8 +185,8 @@ def test_a_wrong_conversion_keeps_nothing(trained, tmp_path, capsys, monkeypatch
     checkpoint, _, _ = trained
     original = weights.tensor_maps
 
-    def swapped(family, model):
-        maps = original(family, model)
+    def swapped(*arguments):
+        maps = original(*arguments)
         names = [entry.ours for entry in maps]
         a, b = names.index(("layers.0.mlp.gate_proj.weight",)), names.index(("layers.0.mlp.up_proj.weight",))
         maps[a], maps[b] = (
