@@ -96,9 +96,9 @@ def unigram_loss(dataset: IndexedDataset, vocab_size: int, split: str) -> tuple[
         for name, (low, high) in ranges.items():
             part = tokens[max(low - position, 0) : max(high - position, 0)]
             counts[name] += np.bincount(part.astype(np.int64), minlength=vocab_size)
-    judged = "valid" if counts["valid"].any() else "train"
+    measured = "valid" if counts["valid"].any() else "train"
     probabilities = (counts["train"] + 1) / (counts["train"].sum() + vocab_size)
-    return float(-(counts[judged] * np.log(probabilities)).sum() / counts[judged].sum()), judged
+    return float(-(counts[measured] * np.log(probabilities)).sum() / counts[measured].sum()), measured
 
 
 def histogram(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -173,8 +173,8 @@ def inspect(prefix: str, arguments: Namespace, tokenizer: Tokenizer | None) -> d
     }
     print_facts(facts)
     if arguments.unigram_loss:
-        loss, judged = unigram_loss(dataset, vocab_size or len(counts), arguments.split)
-        where = f"on the {judged} part of --split {arguments.split}"
+        loss, measured = unigram_loss(dataset, vocab_size or len(counts), arguments.split)
+        where = f"on the {measured} part of --split {arguments.split}"
         print(f"unigram loss          {loss:.4f} nats a token {where}")
     print_histogram(lengths)
     if arguments.png:

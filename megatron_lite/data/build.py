@@ -1,4 +1,4 @@
-"""From flags to datasets: open the sources, build or read the index arrays, check, and tell what there is."""
+"""From flags to datasets: open the sources, build or read the index arrays, check, and log what there is."""
 
 import errno
 import math
@@ -161,7 +161,7 @@ class _Assembly:
         size = self.sizes[split]
         if len(blend.prefixes) == 1 and (blend.weights is None or not self.plan.shared):
             dataset: Samples = self._build_part(split, blend, blend.prefixes[0], size)
-            self._tell(split, name, [dataset], [1.0])
+            self._log(split, name, [dataset], [1.0])
         else:
             dataset = self._build_blend(split, name, blend, size)
         dataset.name = name
@@ -189,7 +189,7 @@ class _Assembly:
         dataset = BlendedDataset(parts, self._mapped(entry), name)
         if self.config.data.dataloader_type == "cyclic":  # its shuffle depends on how many there are
             dataset.fingerprint += f" of {len(dataset)}"
-        self._tell(split, name, parts, [used / entry.about["samples"] for used in entry.about["used"]])
+        self._log(split, name, parts, [used / entry.about["samples"] for used in entry.about["used"]])
         return dataset
 
     def _build_part(self, split: str, blend: Blend, prefix: str, num_samples: int | None) -> GPTDataset:
@@ -232,7 +232,7 @@ class _Assembly:
         beside = None if data.mock_data else Path(prefix).parent / "index_cache"
         return IndexCache(data.data_cache_path or beside, trusted=data.dataloader_fast_cache_load)
 
-    def _tell(self, split: str, name: str, parts: list[GPTDataset], shares: list[float]) -> None:
+    def _log(self, split: str, name: str, parts: list[GPTDataset], shares: list[float]) -> None:
         for note in {part.entry.note for part in parts} - {None}:
             self.say(f"data: {split}: {note}")
         for part, share in zip(parts, shares):

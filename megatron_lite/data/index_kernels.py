@@ -124,7 +124,7 @@ def build_blend_index(
     Sample i comes from the source with the largest weight * max(i, 1) - (samples it gave so far), the first one on
     ties. That is a loop without an end in sight for Python, so the range is cut into lanes that walk side by side,
     each beginning a little early from a guess of the state; a walk forgets its guess within a few steps. What each
-    lane really began with is then held against what the lane before it ended with, and lanes that differ walk
+    lane really began with is then compared with what the lane before it ended with, and lanes that differ walk
     again from there: the result is exact whatever the guess was worth.
 
     Args:

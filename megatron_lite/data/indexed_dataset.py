@@ -215,7 +215,7 @@ class IndexedDataset:
         return int(np.searchsorted(self.document_indices, index, side="right")) - 1
 
     def identity(self) -> dict[str, Any]:
-        """What tells one version of the pair from another without reading it: path, sizes, times (plain JSON types)."""
+        """Path, sizes and times (plain JSON types): what differs between two versions of the pair."""
         states = [Path(path).stat() for path in (self.idx_path, self.bin_path)]
         return {
             "path": os.path.abspath(self.path_prefix),  # noqa: PTH100  resolve() would follow links

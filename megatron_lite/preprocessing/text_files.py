@@ -1,6 +1,6 @@
 """Files of text, in any of their forms, as chunks of whole documents in a fixed order.
 
-What a file is, is told by its content, never by its name alone: JSON lines, plain text (one document a file),
+What a file is depends on its content, never on its name alone: JSON lines, plain text (one document a file),
 parquet; the first two also inside gzip or zstd. Reading stays at this level of bytes and positions, so that one
 process can hand chunks to many; `megatron_lite.preprocessing.records` turns a chunk into checked texts.
 """
