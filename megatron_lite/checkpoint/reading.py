@@ -69,6 +69,14 @@ class CheckpointReader:
         self.fill({name: LocalShard(target, stored.shape, (0,) * target.dim())})
         return target
 
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor; only they are read. Raises ConfigError as read does."""
+        stored = self._stored(name)
+        rows = range(stored.shape[0])[start:stop]
+        target = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
+        self.fill({name: LocalShard(target, stored.shape, (rows.start, *(0 for _ in stored.shape[1:])))})
+        return target
+
     def fill(self, shards: Mapping[str, LocalShard]) -> None:
         """Read shards into their memory, in the order of the files, so that the disk is read from front to back.
 

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ def process_group(config: Config, environment: Environment) -> Iterator[tuple[to
     Raises:
         ConfigError: on every rank, when one cannot use its device or not all use one type.
     """
+    say = partial(print, flush=True) if environment.rank == 0 else lambda line: None
     for line in prepare_libraries(config.training.deterministic_mode):
-        print_once(line, environment)
+        say(line)
     _raise_open_file_limit()
     end_with_launcher(environment)
     device, problem = torch.device("cpu"), None
@@ -132,16 +134,10 @@ def process_group(config: Config, environment: Environment) -> Iterator[tuple[to
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
     )
-    print_once(describe_device(device, config), environment)
+    say(describe_device(device, config))
     yield device, once
     # Only the good end: after a failure a collective clean-up would wait for ranks that are gone.
     dist.destroy_process_group()
-
-
-def print_once(line: str, environment: Environment) -> None:
-    """Print on the first rank."""
-    if environment.rank == 0:
-        print(line, flush=True)
 
 
 def _raise_open_file_limit() -> None:

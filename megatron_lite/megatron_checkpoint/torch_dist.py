@@ -6,7 +6,6 @@ import torch
 
 from megatron_lite.checkpoint.folder import StoredCheckpoint
 from megatron_lite.checkpoint.reading import CheckpointReader
-from megatron_lite.checkpoint.shards import LocalShard
 from megatron_lite.checkpoint.storage import Storage
 from megatron_lite.config.declare import ConfigError
 
@@ -46,10 +45,7 @@ class TorchDistCheckpoint:
         stored, layer = self._place(name)
         if layer is None:
             return self._reader.read(name)
-        tensor = self._reader.names()[stored]
-        target = torch.empty((1, *tensor.shape[1:]), dtype=tensor.dtype)
-        self._reader.fill({stored: LocalShard(target, tensor.shape, (layer, *(0 for _ in tensor.shape[1:])))})
-        return target[0]
+        return self._reader.read_rows(stored, layer, layer + 1)[0]
 
     def _place(self, name: str) -> tuple[str, int | None]:
         """The stored tensor's name and, where the layers are stacked, the layer's number in it."""
