@@ -68,7 +68,7 @@ from megatron_lite.distributed.tensors import whole_tensor
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
 from megatron_lite.parallel.pipeline import Batch
-from megatron_lite.training.optimizer import construct
+from megatron_lite.training.optimizer import construct, parameter_groups
 from megatron_lite.training.run import build_run
 
 # One learning rate and weight decay for all steps.
@@ -238,6 +238,7 @@ def run_one_process(
             with Exact() if exact else nullcontext():
                 optimizer.step()
             optimizer.zero_grad()
+        move_biases(model, config)
     with torch.no_grad():
         outcome.evaluation = mean_loss(model, batches[-1], config, device, dtype).item()
     return outcome
@@ -270,21 +271,50 @@ def mean_loss(
     """Mean cross-entropy over unmasked tokens; in a half format the model computes with cast parameters."""
     parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
     whole = {key: t.to(device) for key, t in batch.items()}
-    tokens, labels = whole.pop("tokens"), whole.pop("labels")
-    logits = torch.func.functional_call(model, parameters, (tokens,), whole)
+    labels = whole.pop("labels")
+    # A router's losses are a microbatch's, and their mean over the microbatches is trained with.
+    size = config.training.micro_batch_size if model.mixtures else len(labels)
+    parts = [
+        {key: t[start : start + size] for key, t in whole.items()} for start in range(0, len(labels), size)
+    ]
+    for mixture in model.mixtures.values():
+        mixture.router.loss_factor = 1 / len(parts)
+    logits = torch.cat(
+        [torch.func.functional_call(model, parameters, (part.pop("tokens"),), part) for part in parts]
+    )
     logits = logits[..., : config.model.vocab_size].to(torch.promote_types(dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+@torch.no_grad()
+def move_biases(model: GPTChunk, config: Config) -> None:
+    """Move each expert's bias towards the mean load of the step."""
+    for mixture in model.mixtures.values():
+        tokens, bias = mixture.router.take_tally().tokens.double(), mixture.router.expert_bias
+        if bias is not None:
+            bias += config.model.moe_router_bias_update_rate * torch.sign(tokens.mean() - tokens).to(
+                bias.dtype
+            )
+
+
 def torch_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """What --optimizer names, from torch, with decay on matrices only; another one as its row constructs it."""
+    """What --optimizer names, from torch, with decay on matrices only; another one as its row constructs it.
+
+    torch's Muon takes no experts' matrices in one tensor: theirs is the run's.
+    """
     settings, kind = config.optimizer, config.optimizer.optimizer
+    if kind == "muon" and config.model.num_experts:
+        groups = parameter_groups([model], settings)
+        return [
+            construct([g | {"weight_decay": g["decays"] * settings.weight_decay} for g in groups], settings)
+        ]
     names = {n for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2}
     muon = [p for n, p in model.named_parameters() if kind == "muon" and n in names]
     rest = [p for n, p in model.named_parameters() if kind != "muon" or n not in names]
+    decaying = {p for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith(".bias")}
     groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in rest if p in decaying], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p not in decaying], "weight_decay": 0.0},
     ]
     if kind == "sgd":
         return [torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)]

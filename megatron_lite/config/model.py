@@ -18,6 +18,12 @@ TRAINING_ONLY = frozenset(
         "moe_per_layer_logging",
     }
 )
+# --moe-router-load-balancing-type, and the loss of --moe-z-loss-coeff -> the name in Megatron's log.
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "z_loss": "z_loss",
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,14 @@ class ExpertConfig:
         """{balancing loss: its coefficient}, those that are on: a coefficient above 0."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
         return {kind: coefficient for kind, coefficient in pairs if kind != "none" and coefficient}
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """{name in Megatron's log: coefficient} of the router's losses that are on."""
+        on = self.balancing_coefficients | (
+            {"z_loss": self.moe_z_loss_coeff} if self.moe_z_loss_coeff else {}
+        )
+        return {LOSS_NAMES[kind]: coefficient for kind, coefficient in on.items()}
 
 
 EXPERT_FIELDS = frozenset(item.name for item in fields(ExpertConfig))

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import LOSS_NAMES, ModelConfig
 
 SMALLEST_SUM = 1e-20  # added to the sum of sigmoid scores, as in Megatron
-LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -133,7 +132,7 @@ class Router(nn.Module):
         losses, total = {}, weights.new_zeros((), dtype=scores.dtype)
         for kind, coefficient in config.balancing_coefficients.items():
             loss = self.balancing_loss(kind, scores, chosen)
-            losses[LOGGED[kind]] = loss.detach()
+            losses[LOSS_NAMES[kind]] = loss.detach()
             total = total + coefficient * loss
         if config.moe_z_loss_coeff:
             largest_sums = logits.to(scores.dtype).logsumexp(dim=-1)

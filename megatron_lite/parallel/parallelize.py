@@ -70,14 +70,15 @@ def compile_layers(chunk: nn.Module, config: Config, device: torch.device) -> No
     """torch.compile each layer: they share one graph, and FSDP's hooks stay outside it.
 
     A layer that is not one graph is an error, not a slow run, but where core attention is known to run outside of it:
-    document by document, or under a tensor rank's own RNG state.
+    document by document, or under a tensor rank's own RNG state; and where a router's losses are attached, whose
+    backward does more than compute gradients.
     """
     model, parallel = config.model, config.parallel
     by_document = config.data.reset_attention_mask and (model.attention_dropout > 0 or device.type != "cuda")
     own_state = parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel
     own_state = own_state and model.attention_dropout > 0
-    for layer in chunk.layers.values():
-        layer.compile(fullgraph=not (by_document or own_state))
+    for number, layer in chunk.layers.items():
+        layer.compile(fullgraph=not (by_document or own_state or model.has_experts(int(number))))
 
 
 @torch.no_grad()

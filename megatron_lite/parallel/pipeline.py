@@ -188,18 +188,23 @@ class Pipeline:
         self._train_schedule: tuple[int, Any] | None = None
         self._eval_schedule: tuple[int, Any] | None = None
 
-    def train_step(self, batch: Batch, num_microbatches: int, loss_factor: float) -> torch.Tensor:
+    def train_step(
+        self, batch: Batch, num_microbatches: int, loss_factor: float, loss_scale: float = 1.0
+    ) -> torch.Tensor:
         """Forward and backward over a batch; gradients are added to the parameters' .grad.
 
         Args:
             batch: tokens and labels [M*B, S], optionally position_ids and document_ids.
             num_microbatches: M.
             loss_factor: 1 / the number of unmasked tokens in the global batch (times the fp16 loss scale).
+            loss_scale: the fp16 loss scale, for the routers' losses, which are means over microbatches.
 
         Returns:
             The sum of token losses of this rank's batch, scalar fp32; zero where the last stage is not mine.
         """
         self.scaled_loss.factor = loss_factor
+        for mixture in (m for chunk in self.chunks for m in chunk.mixtures.values()):
+            mixture.router.loss_factor = loss_scale / (num_microbatches * self.mesh.data_parallel_size)
         self.tied.begin()
         self.clock.begin()
         for count, part in self._passes(batch, num_microbatches):

@@ -14,11 +14,20 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lite.config.parallel import ParallelConfig
 
 # --recompute-modules -> the modules of a layer that are recomputed in backward.
+# moe_act and shared_experts are parts of moe, which is recomputed as a whole.
 OPERATORS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
     "core_attn": lambda layer: [layer.attention.core],
     "layernorm": lambda layer: [layer.input_norm, layer.pre_mlp_norm],
-    "mlp": lambda layer: [layer.mlp],
+    "mlp": lambda layer: [] if _has_experts(layer) else [layer.mlp],
+    "moe": lambda layer: [layer.mlp] if _has_experts(layer) else [],
 }
+
+
+PARTS_OF_EXPERTS = {"moe_act": "moe", "shared_experts": "moe"}
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    return hasattr(layer.mlp, "router")
 
 
 def apply_recompute(chunk: nn.Module, parallel: ParallelConfig) -> None:
@@ -37,7 +46,8 @@ def apply_recompute(chunk: nn.Module, parallel: ParallelConfig) -> None:
     count = parallel.recompute_num_layers or 1
     if parallel.recompute_granularity == "selective":
         for layer in layers:
-            for module in (m for name in parallel.recompute_modules for m in OPERATORS[name](layer)):
+            names = {PARTS_OF_EXPERTS.get(name, name) for name in parallel.recompute_modules}
+            for module in (m for name in sorted(names) for m in OPERATORS[name](layer)):
                 recompute_forward(module)
     elif parallel.recompute_granularity == "full":
         if parallel.recompute_method == "block":

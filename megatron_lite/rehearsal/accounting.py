@@ -166,7 +166,7 @@ class Accounting(TorchDispatchMode):
                 NotImplemented  # DTensor turns it into operators on my piece and messages: those are counted
             )
         kwargs = kwargs or {}
-        out = function(*args, **kwargs)
+        out = self.run(function, args, kwargs)
         if function.namespace in NAMESPACES:
             self._count_message(function._schema.name, [*args, *kwargs.values()], out)
         if function.is_view:
@@ -182,6 +182,10 @@ class Accounting(TorchDispatchMode):
                 self._resizable.add(id(storage))
         self._look_for_peak()
         return out
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator's result."""
+        return function(*args, **kwargs)
 
     def _note(self, storage: torch.UntypedStorage, purpose: str, relabel: bool = False) -> None:
         key, size = id(storage), storage.nbytes()

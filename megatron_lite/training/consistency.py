@@ -21,12 +21,12 @@ class ReplicaError(RuntimeError):
 
 
 def weight_hash(chunks: list[nn.Module]) -> str:
-    """sha256 over the bytes of this rank's parts of all parameters, in the order of their names."""
+    """sha256 over the bytes of this rank's parts of all parameters and buffers, in the order of their names."""
     digest = hashlib.sha256()
     for chunk in chunks:
-        for name, parameter in sorted(chunk.named_global_parameters()):
+        for name, tensor in sorted((*chunk.named_global_parameters(), *chunk.named_global_buffers())):
             digest.update(name.encode())
-            content = local_part(parameter.detach()).contiguous().view(torch.uint8)
+            content = local_part(tensor.detach()).contiguous().view(torch.uint8)
             digest.update(content.cpu().numpy().tobytes())
     return digest.hexdigest()
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from megatron_lite.config.model import LOSS_NAMES
+
 
 class Logged(NamedTuple):
     """One value of a step's record.
@@ -34,6 +36,7 @@ _TIME, _MEMORY, _IDLE = "Milliseconds per step", "Peak memory, GiB", "Pipeline i
 _MEMORY_FLAG, _TIMERS_FLAG = "log_memory_to_tensorboard", "log_timers_to_tensorboard"
 DECOUPLED = "decoupled-learning-rate"  # of embedding and head, with --decoupled-lr
 MEMORY = ("memory-bytes", "memory-reserved-bytes")  # a CPU has the first only: resident
+EXPERT_LOAD = "expert-load"  # of the layer where it is largest
 # In the order of the log line, which is Megatron-LM's; MFU, tokens/s, ETA and what the flags add are ours.
 LOGGED = (
     Logged("consumed-samples", "consumed samples: {:12d}".format),
@@ -53,6 +56,17 @@ LOGGED = (
     Logged(DECOUPLED, "decoupled learning rate: {:.6E}".format, 1, "Learning rate", "embedding and head"),
     Logged("batch-size", "global batch size: {:5d}".format, 1, "Batch, samples", "global batch"),
     Logged("lm loss", "lm loss: {:.6E}".format, 1, "Loss", "training"),
+    *(
+        Logged(name, f"{name}: {{:.6E}}".format, 1, "Losses of the routers", name)
+        for name in LOSS_NAMES.values()
+    ),
+    Logged(
+        EXPERT_LOAD,
+        "expert load (fullest / mean): {:.2f}".format,
+        1,
+        "Load of the fullest expert",
+        "times mean",
+    ),
     Logged("loss-scale", "loss scale: {:.1f}".format),
     Logged("grad-norm", "grad norm: {:.3f}".format, 1, "Gradient norm", "gradient norm"),
     Logged(

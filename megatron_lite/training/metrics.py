@@ -25,7 +25,7 @@ class StepResult:
 
     loss: mean over the unmasked tokens; grad_norm before clipping; nonfinite: the step was skipped, asked: by
     --iterations-to-skip, overflow: because the loss scale was too large; data_seconds: how long this rank waited for
-    data.
+    data; routers: what a mixture's routers log.
     """
 
     loss: float
@@ -39,6 +39,7 @@ class StepResult:
     asked: bool = False
     overflow: bool = False
     loss_scale: float = 1.0
+    routers: dict[str, float] = field(default_factory=dict)
     extras: dict[str, float] = field(default_factory=dict)
 
 
@@ -158,7 +159,9 @@ class Metrics:
             "nan-iterations": state.nan_iterations,
             "eta-seconds": (self._total - state.iteration) * seconds,
         }
-        return record | last.extras
+        routed = [step.routers for step in trained if step.routers]
+        means = {name: sum(step[name] for step in routed) / len(routed) for name in (routed or [{}])[0]}
+        return record | means | last.extras
 
     def line(self, record: dict[str, Any]) -> str:
         """Megatron's line with ours added; the learning rate is the next step's, as it is there."""

@@ -1,13 +1,15 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices of the blocks, AdamW for the rest.
 
-An orthogonalised update needs the whole matrix: each matrix is gathered from its shards, orthogonalised on every
-rank that holds a piece, and each rank applies its own piece. The result is that of one process in any layout.
+An orthogonalised update needs the whole matrix: a matrix that is sharded is all-gathered, orthogonalised on every rank
+that holds a shard, and each rank applies its own shard; an expert's matrix is whole on its rank. The result is that of
+one process in any layout.
 """
 
 import math
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from megatron_lite.distributed.tensors import local_part, local_slices, whole_tensor
@@ -48,9 +50,14 @@ class Muon(torch.optim.Optimizer):
             state.update(fresh_momentum(parameter))
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - MOMENTUM)
-        update = orthogonalize(whole_tensor(gradient.lerp(buffer, MOMENTUM)))
-        local, update = local_part(parameter), update[local_slices(parameter)]
-        scaled = lr * 0.2 * math.sqrt(max(parameter.shape))
+        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
+        step, local, slices = gradient.lerp(buffer, MOMENTUM), local_part(parameter), local_slices(parameter)
+        if all(part == slice(0, size) for part, size in zip(slices[-2:], parameter.shape[-2:])):
+            # Whole matrices lie here: experts are sharded by their number.
+            update = orthogonalize(local_part(step.to(device)))
+        else:
+            update = orthogonalize(whole_tensor(step))[slices]
+        scaled = lr * 0.2 * math.sqrt(max(parameter.shape[-2:]))
         local.mul_(1 - lr * weight_decay).add_(update.to(local), alpha=-scaled)
 
     def _step_adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
@@ -92,16 +99,17 @@ def fresh_averages(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz towards the nearest orthogonal matrix of matrix [R, C], in bf16 as the reference does it.
+    """Newton-Schulz towards the nearest orthogonal matrix of each matrix [..., R, C], in bf16 as the reference does it.
 
     Singular values end between about 0.7 and 1.2, which trains as well as exactly 1 would.
     """
     a, b, c = COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
+    tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.bfloat16()
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

@@ -15,8 +15,9 @@ STATE_PREFIX = "optimizer."
 def checkpoint_tensors(
     chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
-    """{global name: tensor} of my chunks' weights and optimizer state. A tied weight's copy is left out."""
-    return named_tensors(counted_parameters(chunks), optimizer)
+    """{global name: tensor} of my chunks' weights, buffers and optimizer state. A tied weight's copy is left out."""
+    buffers = {name: buffer for chunk in chunks for name, buffer in chunk.named_global_buffers()}
+    return named_tensors(counted_parameters(chunks), optimizer) | buffers
 
 
 def tied_copies(chunks: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:

@@ -17,7 +17,8 @@ def parameter_groups(chunks: list[nn.Module], config: OptimizerConfig) -> Parame
     """Groups by weight decay and learning rate, each with `decays` and `decoupled` for the schedule to read.
 
     Biases and 1-D parameters do not decay; embeddings do (Megatron-LM's rule). With --decoupled-lr the
-    embedding and the head have a learning rate of their own. `orthogonal` marks the blocks' matrices.
+    embedding and the head have a learning rate of their own. `orthogonal` marks the layers' matrices,
+    an expert's among them; a router's rows are scores of experts, which are no matrix's directions (Liu et al. 2025).
     """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     by_matrix = OPTIMIZERS[config.optimizer].matrix_state is not None
@@ -25,12 +26,22 @@ def parameter_groups(chunks: list[nn.Module], config: OptimizerConfig) -> Parame
         for name, parameter in chunk.named_global_parameters():
             decays = parameter.dim() > 1 and not name.endswith(".bias")
             decoupled = config.decoupled_lr is not None and name.startswith(("embedding.", "lm_head."))
-            orthogonal = by_matrix and name.startswith("layers.") and parameter.dim() == 2
+            orthogonal = by_matrix and _is_matrix_of_a_layer(name, parameter)
             groups.setdefault((decays, decoupled, orthogonal), []).append(parameter)
     return [
         {"params": parameters, "decays": decays, "decoupled": decoupled, "orthogonal": orthogonal}
         for (decays, decoupled, orthogonal), parameters in sorted(groups.items(), reverse=True)
     ]
+
+
+def _is_matrix_of_a_layer(name: str, parameter: nn.Parameter) -> bool:
+    scores = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
+    return (
+        name.startswith("layers.")
+        and parameter.dim() > 1
+        and name.endswith(".weight")
+        and not name.endswith(scores)
+    )
 
 
 def build_optimizer(chunks: list[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -28,6 +28,7 @@ from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.parallelize import build_chunks
 from megatron_lite.parallel.pipeline import Batch, Pipeline
 from megatron_lite.training.evaluate import Evaluator
+from megatron_lite.training.experts import Balance, move_expert_biases, take_balance
 from megatron_lite.training.gradients import (
     clip_gradients,
     count_zeros,
@@ -69,6 +70,7 @@ class Run:
     stop: StopConditions
     state: TrainState = field(default_factory=TrainState)
     _memory: list[float] = field(default_factory=list, init=False)
+    _balance: Balance | None = field(default=None, init=False)
 
     def step(self, loader: Batches) -> StepResult:
         """One optimizer step over one global batch; advances the state."""
@@ -85,12 +87,14 @@ class Run:
             return StepResult(
                 math.nan, 0.0, rate, batch_size, 0, time.perf_counter() - started, nonfinite=True, asked=True
             )
-        loss, norm = self._forward_backward(batch, microbatches)
+        loss, norm, routers = self._forward_backward(batch, microbatches)
         finite = math.isfinite(loss) and math.isfinite(norm)
         extras = self._extras()
         if finite:
             with self.timers("optimizer"):
                 self._update_weights(norm)
+            if self._balance is not None:
+                move_expert_biases(self.chunks, self._balance, self.config.model.moe_router_bias_update_rate)
         self.optimizer.zero_grad(set_to_none=True)
         scale, overflow = self.loss_scale.scale, self.loss_scale.is_overflow(math.isfinite(loss))
         self.loss_scale.update(finite)
@@ -109,14 +113,15 @@ class Run:
             nonfinite=not finite,
             overflow=overflow and not finite,
             loss_scale=scale,
+            routers=routers,
             extras=extras,
         )
 
-    def _forward_backward(self, batch: Batch, microbatches: int) -> tuple[float, float]:
-        """(mean token loss, gradient norm) of the global batch; gradients are ready, summed over all ranks."""
+    def _forward_backward(self, batch: Batch, microbatches: int) -> tuple[float, float, dict[str, float]]:
+        """(mean token loss, gradient norm, what routers log) of the global batch; gradients are summed over ranks."""
         tokens, scale = self.pipeline.count_tokens(batch).clamp(min=1), self.loss_scale.scale
         with self.timers("forward-backward"):
-            loss_sum = self.pipeline.train_step(batch, microbatches, scale / tokens)
+            loss_sum = self.pipeline.train_step(batch, microbatches, scale / tokens, scale)
             # [1 + flags] What ranks were asked for is summed beside the loss, which tensor ranks have in common.
             sums = self.pipeline.sum_loss(torch.cat([loss_sum.float().view(1), self.stop.flags()]))
             if len(sums) > 1:
@@ -126,11 +131,21 @@ class Run:
                 scale_gradients(self.chunks, 1 / scale)
             norm = gradient_norm(self.chunks, self.mesh)
         memory = peak_memory(self.mesh.device) if self._line_is_due() else sums[:0]
+        routers = self._take_balance(microbatches)
         # The one point of a step where the host waits for the device.
-        loss, norm, *more = torch.cat([sums[:1] / tokens, norm.view(1), sums[1:], memory]).tolist()
-        self.stop.agree(more[: len(sums) - 1])
-        self._memory = more[len(sums) - 1 :]
-        return loss, norm
+        parts = (sums[:1] / tokens, norm.view(1), sums[1:], memory, routers)
+        numbers = iter(torch.cat(parts).tolist())
+        (loss,), (norm,), flags, self._memory, logged = ([next(numbers) for _ in part] for part in parts)
+        self.stop.agree(flags)
+        return loss, norm, self._balance.record(logged) if self._balance is not None else {}
+
+    def _take_balance(self, microbatches: int) -> torch.Tensor:
+        """Sum what the routers have taken in; the numbers of it that are logged, none for a dense model."""
+        if not self.config.model.num_experts:
+            return torch.empty(0, device=self.mesh.device)
+        count = microbatches * self.mesh.data_parallel_size
+        self._balance = take_balance(self.chunks, self.config.model, self.mesh, count)
+        return self._balance.numbers()
 
     def _update_weights(self, norm: float) -> None:
         with self.timers("optimizer-clip"):
@@ -160,6 +175,8 @@ class Run:
             extras["num-zeros"] = count_zeros(self.chunks, self.mesh).item()
         if logging.log_params_norm and due:
             extras["params-norm"] = parameter_norm(self.chunks, self.mesh).item()
+        if due and self.config.model.moe_per_layer_logging and self._balance is not None:
+            extras |= self._balance.record_of_layers()
         if due and self.mesh.size("pp") > 1:
             extras |= self.pipeline.clock.idle_shares()
         return extras

@@ -19,6 +19,15 @@ from tests.ranks import run_ranks
 from tools.verify_parity import initial_model
 
 TIED = {"untie_embeddings_and_output_weights": False, "padded_vocab_size": 61, "num_layers": 4}
+EXPERTS = {
+    "num_layers": 4,
+    "num_experts": 6,  # over four ranks: uneven
+    "moe_ffn_hidden_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_layer_freq": (0, 1, 1, 1),
+}
+EXPERT_BIAS = torch.arange(6.0) / 8
 UNTIED = {"padded_vocab_size": 61, "num_layers": 4}  # one layer a rank with pp 4
 # The padded vocabulary, 61, is divisible by nothing: FSDP's last rank holds fewer rows. (Tensor parallelism
 # splits the vocabulary evenly or not at all; it gets 64.)
@@ -37,8 +46,8 @@ def weights_of(config):
 
 
 def whole_state(config):
-    """What the checkpoint must hold: weights, and optimizer state as elementwise functions of them."""
-    state = {}
+    """What the checkpoint must hold: weights, buffers, and optimizer state as elementwise functions of weights."""
+    state = {name: EXPERT_BIAS for name, _ in initial_model(config).named_global_buffers()}
     for name, weight in weights_of(config).items():
         state |= {name: weight, f"optimizer.exp_avg.{name}": 2 * weight + 1}
         state |= {
@@ -66,7 +75,9 @@ class Side:
     def fill(self):
         tensors = self.tensors() | self.copies()
         for name, tensor in tensors.items():
-            if name.startswith("optimizer.step."):
+            if name.endswith("expert_bias"):
+                tensor.copy_(EXPERT_BIAS)
+            elif name.startswith("optimizer.step."):
                 tensor.fill_(7.0)
             elif name.startswith("optimizer.exp_avg."):
                 tensor.copy_(2 * tensors[name.removeprefix("optimizer.exp_avg.")] + 1)
@@ -128,8 +139,12 @@ def test_every_pair_of_layouts(tmp_path):
 
 @pytest.mark.parametrize(
     "layouts, model",
-    [(("fsdp", "pipeline", "hsdp", "interleaved"), UNTIED), (("fsdp", "interleaved"), TIED)],
-    ids=["untied", "tied"],
+    [
+        (("fsdp", "pipeline", "hsdp", "interleaved"), UNTIED),
+        (("fsdp", "interleaved"), TIED),
+        (("fsdp", "pipeline", "context"), EXPERTS),
+    ],
+    ids=["untied", "tied", "experts"],
 )
 def test_one_layout_to_another(tmp_path, layouts, model):
     configs = [make_config(model=model, **LAYOUTS[name]) for name in layouts]
@@ -140,7 +155,7 @@ def test_one_layout_to_another(tmp_path, layouts, model):
         assert set(reader.names()) - set(expected) == {
             n for n in reader.names() if n.startswith("random_state.")
         }
-        assert sorted(reader.weight_names()) == sorted(weights_of(configs[0]))
+        assert sorted(reader.weight_names()) == sorted(n for n in expected if not n.startswith("optimizer."))
         theirs = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         dcp.load(theirs, checkpoint_id=reader.path, no_dist=True)
         for name, tensor in expected.items():

@@ -42,6 +42,7 @@ class WaitingChunk(nn.Module):
 
     tied = has_tied_copy = False
     embedding = lm_head = None
+    mixtures = {}
 
     def __init__(self, width, first, last):
         super().__init__()

@@ -27,6 +27,13 @@ from tools.verify_parity import initial_model, my_samples
 
 # Wide enough that activations and weights, not small change, are what is seen; every shard is of equal size.
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16, "num_layers": 4}
+EXPERTS = WIDE | {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 64,
+    "moe_aux_loss_coeff": (0.01,),
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 LAYOUTS = {
     "alone": {},
     "dp": {"dp": 4},
@@ -48,6 +55,7 @@ LAYOUTS = {
     "fp16": {"dp": 2, "precision": "fp16"},
     "muon": {"dp": 2, "optimizer": "muon"},
     "full recompute": {"dp": 2, "recompute_granularity": "full"},
+    "experts": {"pp": 2, "dp": 2, "cp": 2, "model": EXPERTS},
 }
 
 
@@ -64,7 +72,7 @@ def total_parameters(config):
     return sum(p.numel() for p in initial_model(config).parameters())
 
 
-SHORT = ("all", "offload", "dualpipev")  # the others are as many seconds each: run by hand
+SHORT = ("all", "offload", "dualpipev", "experts")  # the others are as many seconds each: run by hand
 
 
 @pytest.mark.parametrize(
@@ -169,6 +177,8 @@ def _bytes(tensors):
     [
         {"dp": 2},
         {"pp": 2, "dp": 2, "chunks": 2},
+        {"dp": 2, "model": EXPERTS},
+        slow({"dp": 2, "model": EXPERTS, "precision": "bf16", "recompute_granularity": "full"}),
         slow({"dp": 4, "num_distributed_optimizer_instances": 2}),
         slow({"pp": 2, "microbatches": 8}),
         slow({"pp": 2, "schedule": "gpipe", "precision": "bf16"}),

@@ -1,0 +1,90 @@
+"""What a step of a mixture of experts leaves behind: loads and losses summed over all ranks, the expert bias moved.
+
+The routers of my chunks have taken in each microbatch (model/router.py); here their sums become those of the global
+batch and of the whole model.
+
+Shapes: L layers with experts, E experts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.distributed.mesh import ParallelMesh
+from megatron_lite.training.logged import EXPERT_LOAD
+
+
+@dataclass(frozen=True)
+class Balance:
+    """A step's sums over its microbatches and all ranks, the same on every rank.
+
+    layers: the L global layer numbers. tokens: [L, E] fp64, assignments to each expert. losses: [L, losses] fp64, means
+    over the microbatches, without coefficients. names: of the losses.
+    """
+
+    layers: tuple[int, ...]
+    tokens: torch.Tensor
+    losses: torch.Tensor
+    names: tuple[str, ...]
+
+    @property
+    def loads(self) -> torch.Tensor:
+        """[L] how many times the mean the fullest expert of each layer has: 1 is even."""
+        return self.tokens.amax(dim=1) / self.tokens.mean(dim=1).clamp(min=1)
+
+    def numbers(self) -> torch.Tensor:
+        """What a line of the log has, fp32 [losses + 1]: the losses' means over the layers, the largest load."""
+        return torch.cat([self.losses.mean(dim=0), self.loads.max().view(1)]).float()
+
+    def record(self, numbers: list[float]) -> dict[str, float]:
+        """`numbers` by the names of a record."""
+        return dict(zip((*self.names, EXPERT_LOAD), numbers, strict=True))
+
+    def record_of_layers(self) -> dict[str, float]:
+        """--moe-per-layer-logging: the losses and the load of each layer (the host waits)."""
+        table = torch.cat([self.losses, self.loads[:, None]], dim=1).tolist()
+        return {
+            f"moe/{name}_layer_{layer}": value
+            for layer, row in zip(self.layers, table)
+            for name, value in zip((*self.names, EXPERT_LOAD), row)
+        }
+
+
+def take_balance(
+    chunks: list[nn.Module], model: ModelConfig, mesh: ParallelMesh, microbatches: int
+) -> Balance:
+    """The sums since the last call, over all ranks (collective).
+
+    Args:
+        chunks: with `.mixtures`: {global layer number: a module with `.router`}.
+        microbatches: of the global batch, over all data-parallel ranks.
+    """
+    layers = tuple(layer for layer in range(model.num_layers) if model.has_experts(layer))
+    names = tuple(model.router_losses)
+    sums = torch.zeros(len(layers), model.num_experts + len(names), dtype=torch.float64, device=mesh.device)
+    for layer, router in _routers(chunks):
+        tally = router.take_tally()
+        if tally.tokens is not None:
+            row = sums[layers.index(layer)]
+            row[: model.num_experts] = tally.tokens
+            for column, name in enumerate(names, model.num_experts):
+                row[column] = tally.losses[name]
+    mesh.sum_over(sums, "pp", "dp_replicate", "dp_shard", "cp")
+    tokens, losses = sums.split([model.num_experts, len(names)], dim=1)
+    return Balance(layers, tokens, losses / microbatches, names)
+
+
+@torch.no_grad()
+def move_expert_biases(chunks: list[nn.Module], balance: Balance, rate: float) -> None:
+    """Add rate to the bias of each expert that had fewer tokens than the mean, subtract it from one that had more."""
+    for layer, router in _routers(chunks):
+        if router.expert_bias is not None:
+            tokens = balance.tokens[balance.layers.index(layer)]
+            router.expert_bias += rate * torch.sign(tokens.mean() - tokens).to(router.expert_bias)
+
+
+def _routers(chunks: list[nn.Module]) -> Iterator[tuple[int, nn.Module]]:
+    return ((layer, mixture.router) for chunk in chunks for layer, mixture in chunk.mixtures.items())
