@@ -92,7 +92,7 @@ def in_flight(sizes: Sizes) -> tuple[float, ...]:
     return tuple(peak_in_flight(actions) / sizes[3] for actions in build_schedule(*sizes))
 
 
-def played(sizes: Sizes, times: StageTimes | None = None) -> Timeline:
+def simulated(sizes: Sizes, times: StageTimes | None = None) -> Timeline:
     """The schedule simulated with these times, or equal ones.
 
     Raises:
@@ -158,14 +158,14 @@ class Comparison:
         self.sizes = trace.sizes(self.one)
         self.counts = tuple(len(plan.layers) for plan in trace.plans)
         schedule, placement = build_schedule(*self.sizes), placement_of(self.sizes[0])
-        self.played = simulate(schedule, self.measured, placement)
+        self.simulated = simulate(schedule, self.measured, placement)
         self.ideal = simulate(schedule, ideal_times(self.measured, len(self.counts)), placement)
 
     def rows(self) -> list[tuple[str, Timeline]]:
         """What is printed and drawn, and how each is called."""
         return [
             (f"measured, step {self.one.iteration:,}", self.one.timeline),
-            ("simulated with the measured stage times", self.played),
+            ("simulated with the measured stage times", self.simulated),
             ("ideal: the same work in equal stages", self.ideal),
         ]
 
@@ -287,7 +287,7 @@ def _show_plan(config: Config, own: argparse.Namespace) -> None:
     microbatches = own.microbatches or microbatches_of(config)[1]
     sizes = runnable_schedule(parallel.pipeline_schedule, size, microbatches), size, microbatches, chunks
     times = stage_times(own.times, size * chunks) if own.times else None
-    timeline = played(sizes, times)
+    timeline = simulated(sizes, times)
     unit = max(min(times.forward), timeline.seconds / MOST_CELLS) if times else 1.0
     print(describe_schedule(sizes, timeline, unit))
     title = f"{headline(sizes)}, idle {timeline.bubble_fraction:.1%}"

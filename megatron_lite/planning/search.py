@@ -1,4 +1,4 @@
-"""Layouts for a number of GPUs: made, held against memory, ranked by predicted step time. Imports no torch."""
+"""Layouts for a number of GPUs: made, checked against memory, ranked by predicted step time. Imports no torch."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -222,7 +222,7 @@ def _first_fit(config: Config, cluster: Cluster, fixed: dict, layout: Layout) ->
     """(bytes above the limit, layout, its config): the least recomputation that fits, else what comes nearest."""
     nearest = (float("inf"), layout, config)
     pipeline = layout.pipeline_model_parallel_size
-    # Where the backward is split, whole blocks made again would hold more than is saved: the parser refuses it.
+    # Where the backward is split, recomputed blocks would hold more than is saved: the parser refuses it.
     kinds = RECOMPUTE[:2] if layout.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES else RECOMPUTE
     limits = [None, 4 * pipeline] if pipeline > 1 else [None]
     for recompute, limit in product(_choices(fixed, "recompute_granularity", kinds), limits):

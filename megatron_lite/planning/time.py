@@ -69,7 +69,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one microbatch on one stage, communication that is exposed included and also told apart."""
+    """Seconds of one microbatch on one stage, communication that is exposed included and also by itself."""
 
     forward: float
     backward_input: float

@@ -23,8 +23,8 @@ def test_the_bubble_is_the_simulators(schedule, chunks):
         num_virtual_stages_per_pipeline_rank=chunks,
     )
     times = stage_times(found, machine, plan_from_config(found))
-    played = schedule_timeline(schedule, 4, 64, chunks, times, message_seconds(found, machine))
-    assert step_time(found, machine).bubble == played.bubble_fraction
+    simulated = schedule_timeline(schedule, 4, 64, chunks, times, message_seconds(found, machine))
+    assert step_time(found, machine).bubble == simulated.bubble_fraction
 
 
 def test_equal_stages_without_messages_have_the_textbooks_bubble():

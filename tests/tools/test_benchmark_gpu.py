@@ -26,7 +26,7 @@ def test_variants_are_held_against_bf16():
         ("1B", "compile"): Measured([1.0, 1.0, 1.0], 5.0, 100, 20.0, 2**30),
         ("3B", "bf16"): "out of memory: as told",
     }
-    table = speeds(measured, ["125M bf16"], peak=None)
+    table = speeds(measured, [("125M", "bf16")], peak=None)
     (row,) = table.rows
     assert (row.name, row.value, row.low, row.high) == ("1B, compile", 2.0, 2.0, 3.0)
     assert "1B, bf16: 50 tokens/s, 10 TFLOP/s, MFU not available, 2.0 GiB." in table.facts

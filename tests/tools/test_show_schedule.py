@@ -21,7 +21,7 @@ from megatron_lite.config import ConfigError
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.planning.trace import trace_of, write_trace
 from tests.parity import make_config
-from tools.show_schedule import Comparison, describe_schedule, describe_trace, main, played, stage_times
+from tools.show_schedule import Comparison, describe_schedule, describe_trace, main, simulated, stage_times
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = shlex.split("""
@@ -32,7 +32,7 @@ FLAGS = shlex.split("""
 
 
 def text_of(*sizes):
-    return describe_schedule(sizes, played(sizes))
+    return describe_schedule(sizes, simulated(sizes))
 
 
 def test_1f1b_by_hand():
@@ -48,7 +48,7 @@ def test_split_backwards_and_chunks_have_their_signs():
 
 def test_what_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="--pipeline-schedule 1f1b"):
-        played(("1f1b", 4, 2, 1))
+        simulated(("1f1b", 4, 2, 1))
 
 
 def test_the_command():
@@ -107,7 +107,7 @@ def test_wrong_input_is_one_sentence(flags, words):
 
 
 def trace_with_a_heavy_head(schedule="1f1b", chunks=1, layers="Ett|tt|tt|ttL", head=4.0, slower=1.1):
-    """A trace of the simulator's: seconds 0.01 a layer, the head as `head` layers, all of it `slower` than played."""
+    """A trace of the simulator's: seconds 0.01 a layer, the head as `head` layers, all of it `slower` by that."""
     config = make_config(
         pp=4 // chunks,
         chunks=chunks,
@@ -156,7 +156,7 @@ def test_the_ideal_has_the_same_work_in_equal_stages():
         size = 4 // chunks
         work = [sum(timeline.busy(rank) for rank in range(size)) for _, timeline in found.rows()]
         assert work[0] == pytest.approx(work[1]) == pytest.approx(work[2])
-        assert found.ideal.seconds < found.played.seconds == pytest.approx(found.one.timeline.seconds)
+        assert found.ideal.seconds < found.simulated.seconds == pytest.approx(found.one.timeline.seconds)
         assert found.ideal.bubble_fraction == pytest.approx(
             schedule_timeline(schedule, size, 8, chunks, StageTimes.equal(4, 1.0, 2.0)).bubble_fraction
         )

@@ -21,6 +21,7 @@ from tools.benchmarks.ours import bare_model, build_prepared, run_config
 
 SECONDS = 400.0  # after that no new measurement begins: the last one may take some 30 s
 STEPS, WARM_UP = 8, 3
+Case = tuple[str, str]  # of MODELS and VARIANTS
 MODELS = {
     "125M": Sizes(12, 768, 12, 2048, seq_length=2048, vocabulary=32000, micro_batch=16),
     "1B": Sizes(16, 2048, 16, 5632, seq_length=2048, vocabulary=32000, micro_batch=8),
@@ -71,16 +72,14 @@ def run(options: Options) -> list[Table]:
     quick = options.quick or not torch.cuda.is_available()
     threads = torch.get_num_threads()
     with process_group(_config(QUICK, "", quick), Environment()) as (device, _):
-        tables = [correctness(device, quick)]
-        measured, left_out = {}, []
-        for name, variant in QUICK_ORDER if quick else ORDER:
-            if time.monotonic() - started > SECONDS:
-                left_out.append(f"{name} {variant}")
-            else:
-                sizes, steps = (QUICK, 2) if quick else (MODELS[name], STEPS)
-                measured[name, variant] = train(sizes, variant, device, quick, steps)
+        tables, measured = [correctness(device, quick)], {}
+        waiting = list(QUICK_ORDER if quick else ORDER)
+        while waiting and time.monotonic() - started < SECONDS:
+            name, variant = waiting.pop(0)
+            sizes, steps = (QUICK, 2) if quick else (MODELS[name], STEPS)
+            measured[name, variant] = train(sizes, variant, device, quick, steps)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        tables.append(speeds(measured, left_out, peak))
+        tables.append(speeds(measured, waiting, peak))
     torch.set_num_threads(threads)
     return tables
 
@@ -137,7 +136,9 @@ def correctness(device: torch.device, quick: bool) -> Table:
     return Table("gpu: the loss after four steps", rows, [f"{sizes}, {backend}.", f"{told}."])
 
 
-def speeds(measured: dict[tuple[str, str], Measured | str], left_out: list[str], peak: float | None) -> Table:
+def speeds(
+    measured: dict[tuple[str, str], Measured | str], left_out: list[tuple[str, str]], peak: float | None
+) -> Table:
     """Each variant against plain bf16, and the fastest of each size against the device's peak (FLOP/s)."""
     rows, facts, best = [], [], {}
     for (name, variant), result in measured.items():
@@ -154,5 +155,5 @@ def speeds(measured: dict[tuple[str, str], Measured | str], left_out: list[str],
             rows.append(speed(what, {what: result.seconds, "bf16": base.seconds}, "bf16"))
     for name, tflops in best.items() if peak else ():
         rows.append(row_of(f"{name}, MFU", "peak", [tflops * 1e12 / peak], WANTED_MFU.get(name)))
-    facts += [f"Left out for want of time: {', '.join(left_out)}."] if left_out else []
+    facts += [f"Left out for want of time: {', '.join(map(' '.join, left_out))}."] if left_out else []
     return Table("gpu: a step, bf16", rows, facts)
