@@ -9,6 +9,7 @@ loss after the same steps, other bytes) end the run with an error instead of a f
 smallest size: it shows that a suite starts, not how fast anything is.
 """
 
+import importlib
 import json
 import platform
 from collections.abc import Callable, Sequence
@@ -20,30 +21,28 @@ import torch
 
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
 from megatron_lite.files.writing import write_aside
-from tools.benchmarks import (
-    checkpoint,
-    gpu,
-    overhead,
-    preprocess,
-    schedules,
-    startup,
-    steps,
-)
 from tools.benchmarks.comparison import Options, Table, render
 
-# Name -> suite; the first line of its docstring is what --list shows.
-SUITES: dict[str, Callable[[Options], list[Table]]] = {
-    "step": steps.step,
-    "startup": startup.run,
-    "overhead": overhead.run,
-    "fsdp": steps.fsdp,
-    "pipeline": steps.pipeline,
-    "schedules": schedules.run,
-    "memory": steps.memory,
-    "gpu": gpu.run,
-    "preprocess": preprocess.run,
-    "checkpoint": checkpoint.run,
+# Name -> module of tools.benchmarks and function; the first line of its docstring is what --list shows. A suite is
+# imported when it is run: one of them needs more than another.
+SUITES = {
+    "step": "steps:step",
+    "startup": "startup:run",
+    "overhead": "overhead:run",
+    "fsdp": "steps:fsdp",
+    "pipeline": "steps:pipeline",
+    "schedules": "schedules:run",
+    "memory": "steps:memory",
+    "gpu": "gpu:run",
+    "preprocess": "preprocess:run",
+    "checkpoint": "checkpoint:run",
 }
+
+
+def suite_of(name: str) -> Callable[[Options], list[Table]]:
+    """The function that runs a suite."""
+    module, function = SUITES[name].split(":")
+    return getattr(importlib.import_module(f"tools.benchmarks.{module}"), function)
 
 
 def machine() -> str:
@@ -67,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     own = parser.parse_args(argv)
     if own.list:
-        print("\n".join(f"{name:12} {suite.__doc__.splitlines()[0]}" for name, suite in SUITES.items()))
+        print("\n".join(f"{name:12} {suite_of(name).__doc__.splitlines()[0]}" for name in SUITES))
         return
     if own.output is not None:
         make_folder_of(own.output / "results.json", "--output")
@@ -76,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     if not own.json:
         print(machine(), flush=True)
     for name in own.suite:
-        results[name] = SUITES[name](options)
+        results[name] = suite_of(name)(options)
         if not own.json:
             print("\n" + "\n\n".join(render(table) for table in results[name]), flush=True)
     suites = {name: [_as_json(table) for table in tables] for name, tables in results.items()}

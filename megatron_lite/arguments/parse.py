@@ -11,12 +11,20 @@ import sys
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lite.arguments.checks import checked
+from megatron_lite.arguments import (
+    expert_checks,
+    input_checks,
+    layout_checks,
+    model_checks,
+    refusals,
+    training_checks,
+)
 from megatron_lite.arguments.megatron_flags import ACCEPTED, DEFAULTS, RENAMED, why_refused
+from megatron_lite.arguments.notes import notes_on
 from megatron_lite.arguments.resolve import complete, merge_stored, place
 from megatron_lite.arithmetic.layer_pattern import parse_layer_pattern
 from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
@@ -26,6 +34,9 @@ from megatron_lite.files.command_line import guarded
 from megatron_lite.files.reading import read_text
 
 StoredConfig = dict[str, dict[str, Any]]
+
+# Another concern's checks are a file with its CHECKS, and a name here. In this order: each may rely on those before.
+_CHECKS = (training_checks, refusals, model_checks, layout_checks, expert_checks, input_checks)
 
 _EPILOG = (
     "Flags have Megatron-LM's names, meanings and defaults; those marked 'ours' are not Megatron's. "
@@ -52,6 +63,24 @@ def parse_arguments(
     config = place(*_read_words(words), environment)
     stored = read_stored(config) if config.checkpoint.use_checkpoint_args else None
     return checked(complete(config if stored is None else merge_stored(config, stored)))
+
+
+def checked(config: Config) -> Config:
+    """The config, with notes on flags that do nothing in this combination and on files that are not there.
+
+    Raises:
+        ConfigError: for the first contradiction, or files that are not there where that is an error.
+    """
+    for concern in _CHECKS:
+        for check in concern.CHECKS:
+            check(config)
+    missing = input_checks.missing_files(config)
+    if missing and not config.command.planning:
+        more = f"; and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError("; ".join(missing[:3]) + more)
+    notes = [f"not on this machine: {text}" for text in missing]
+    notes += notes_on(config) + expert_checks.expert_notes(config)
+    return replace(config, notes=(*config.notes, *notes))
 
 
 def parse_or_exit(

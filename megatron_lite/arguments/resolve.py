@@ -1,4 +1,4 @@
-"""Derived values: what the flags that were not given become. What contradicts itself is refused in checks.py."""
+"""Derived values: what the flags that were not given become. What contradicts itself is refused by the *_checks.py."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -89,7 +89,7 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
 
 
 def complete(config: Config) -> Config:
-    """Fill in every derived value; `checks.checked` looks at the whole.
+    """Fill in every derived value; `parse.checked` looks at the whole.
 
     Raises:
         ConfigError: one sentence, with the flags and the numbers that do not fit.

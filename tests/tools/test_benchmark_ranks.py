@@ -13,6 +13,7 @@ from tests.parity import make_config
 from tools.benchmarks import schedules, scripts, steps
 from tools.benchmarks.baseline_model import QUICK
 from tools.benchmarks.comparison import Options
+from tools.benchmarks.ours import our_step
 from tools.benchmarks.ranks import run_ranks
 from tools.benchmarks.steps import Contest, Entry
 
@@ -47,7 +48,7 @@ def test_steps_of_both_sides_do_the_same_work(suite):
 
 
 def test_unlike_work_is_refused():
-    faster = {"script": Entry(scripts.sharded), "ours": Entry(partial(scripts.ours, flags="--lr 2e-3"))}
+    faster = {"script": Entry(scripts.sharded), "ours": Entry(partial(our_step, flags="--lr 2e-3"))}
     with pytest.raises(RunError, match="not the same work: the last loss of ours"):
         steps.race_table(Contest("", QUICK, faster), Options(repeats=3))
 

@@ -9,8 +9,7 @@ from megatron_lite.files.command_line import RunError
 from tools.benchmarks import overhead, startup, steps
 from tools.benchmarks.baseline_model import QUICK, BareModel, build_optimizer, random_batches, train_step
 from tools.benchmarks.comparison import Options, refuse_unlike
-from tools.benchmarks.ours import bare_model, with_initial_weights
-from tools.benchmarks.scripts import llama_name
+from tools.benchmarks.scripts import bare_model, llama_name, with_initial_weights
 
 OPTIONS = Options(repeats=1, quick=True)
 

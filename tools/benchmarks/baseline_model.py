@@ -3,8 +3,8 @@
     python -m tools.benchmarks.baseline_model '{"layers": 2, ...}' [FILE with weights and a batch]
 
 is the program that a start is measured against: one step, its loss. Imports nothing but torch. Parameters have our
-global names, so ours.with_initial_weights gives both sides the same first bits; as in our pipeline a model may be only
-some layers of the whole.
+global names, so scripts.with_initial_weights gives both sides the same first bits; as in our pipeline a model may be
+only some layers of the whole.
 
 Shapes: B micro batch, S sequence, H hidden, N heads, D head width, V vocabulary.
 """

@@ -17,7 +17,8 @@ from megatron_lite.distributed.process_group import process_group
 from megatron_lite.parallel.pipeline import Batch
 from tools.benchmarks.baseline_model import QUICK, Sizes, build_optimizer, random_batches, train_step
 from tools.benchmarks.comparison import Options, Table, row_of, speed
-from tools.benchmarks.ours import bare_model, build_prepared, run_config
+from tools.benchmarks.ours import build_prepared, run_config
+from tools.benchmarks.scripts import bare_model
 
 SECONDS = 400.0  # after that no new measurement begins: the last one may take some 30 s
 STEPS, WARM_UP = 8, 3

@@ -1,18 +1,17 @@
-"""Our side of a comparison: the baseline's sizes as flags, its first weights, the program's own step, fed by hand."""
+"""Our side of a comparison: the baseline's sizes as flags, the program's own step, fed by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.config import Config
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.distributed.mesh import build_mesh
-from megatron_lite.model.initialization import initial_rows
 from megatron_lite.parallel.pipeline import Batch
 from megatron_lite.training.metrics import StepResult
 from megatron_lite.training.run import Run, build_run
@@ -24,9 +23,9 @@ from tools.benchmarks.baseline_model import (
     NORM_EPSILON,
     ROTARY_BASE,
     WEIGHT_DECAY,
-    BareModel,
     Sizes,
 )
+from tools.benchmarks.scripts import Job, Step
 
 
 def run_flags(sizes: Sizes) -> list[str]:
@@ -56,21 +55,6 @@ def run_config(sizes: Sizes, *more: str, world_size: int = 1, data: str = "--moc
     return with_vocabulary(config, sizes.vocabulary)
 
 
-@torch.no_grad()
-def with_initial_weights(model: nn.Module, sizes: Sizes) -> nn.Module:
-    """An unsharded bare model, each parameter with the value that our run of this size starts from, by name."""
-    config = run_config(sizes)
-    for name, parameter in model.named_parameters():
-        rows = torch.arange(parameter.shape[0])
-        parameter.copy_(initial_rows(name, tuple(parameter.shape), rows, config.model, config.training.seed))
-    return model
-
-
-def bare_model(sizes: Sizes) -> BareModel:
-    """The whole bare model with the weights that all start from."""
-    return with_initial_weights(BareModel(sizes), sizes)
-
-
 @dataclass
 class PreparedRun:
     """A run whose batches lie ready: tokens and labels [M*B, S] of this data-parallel rank, taken round and round."""
@@ -98,3 +82,12 @@ def build_prepared(
 ) -> PreparedRun:
     """The run that pretrain_gpt.py would train, over batches on the device."""
     return PreparedRun(build_run(config, build_mesh(config, device)), batches)
+
+
+def our_step(job: Job, flags: str = "") -> Step:
+    """The program's own step, in the layout that the flags ask for."""
+    batch = f"--global-batch-size {job.global_batch}"
+    prepared = build_prepared(
+        run_config(job.sizes, batch, flags, world_size=dist.get_world_size()), job.batches
+    )
+    return lambda: prepared.step().loss

@@ -17,6 +17,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.training import TrainingConfig
+from megatron_lite.model.initialization import initial_rows
 from megatron_lite.parallel.pipeline import Batch
 from tools.benchmarks.baseline_model import (
     CLIP,
@@ -28,7 +31,6 @@ from tools.benchmarks.baseline_model import (
     mean_loss,
     train_step,
 )
-from tools.benchmarks.ours import bare_model, build_prepared, run_config, with_initial_weights
 
 Step = Callable[[], float]  # one whole step; the mean loss of the global batch
 
@@ -43,13 +45,19 @@ class Job:
     global_batch: int
 
 
-def ours(job: Job, flags: str = "") -> Step:
-    """The program's own step, in the layout that the flags ask for."""
-    batch = f"--global-batch-size {job.global_batch}"
-    prepared = build_prepared(
-        run_config(job.sizes, batch, flags, world_size=dist.get_world_size()), job.batches
-    )
-    return lambda: prepared.step().loss
+@torch.no_grad()
+def with_initial_weights(model: nn.Module, sizes: Sizes) -> nn.Module:
+    """An unsharded bare model, each parameter with the value that our run of this size starts from, by name."""
+    config, seed = ModelConfig(num_layers=sizes.layers), TrainingConfig().seed
+    for name, parameter in model.named_parameters():
+        rows = torch.arange(parameter.shape[0])
+        parameter.copy_(initial_rows(name, tuple(parameter.shape), rows, config, seed))
+    return model
+
+
+def bare_model(sizes: Sizes) -> BareModel:
+    """The whole bare model with the weights that all start from."""
+    return with_initial_weights(BareModel(sizes), sizes)
 
 
 def loop(job: Job, model: nn.Module) -> Step:

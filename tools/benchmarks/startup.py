@@ -19,7 +19,8 @@ from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.files.command_line import RunError
 from tools.benchmarks.baseline_model import QUICK
 from tools.benchmarks.comparison import Options, Table, cost, fastest, refuse_unlike, take_turns
-from tools.benchmarks.ours import bare_model, run_config, run_flags
+from tools.benchmarks.ours import run_config, run_flags
+from tools.benchmarks.scripts import bare_model
 
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = 2

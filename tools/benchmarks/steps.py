@@ -24,8 +24,9 @@ from tools.benchmarks.comparison import (
     speed,
     take_turns,
 )
+from tools.benchmarks.ours import our_step
 from tools.benchmarks.ranks import run_ranks, timed
-from tools.benchmarks.scripts import Job, Step, ours
+from tools.benchmarks.scripts import Job, Step
 
 BATCHES = 4  # taken again and again: the loss falls, so a step that were left out would show in it
 BARE, RECOMPUTED, LLAMA = "bare", "bare, each block under checkpoint", "transformers' Llama"
@@ -149,7 +150,7 @@ def weigh_table(contest: Contest) -> Table:
 def step(options: Options) -> list[Table]:
     """One process: a training step against a bare PyTorch loop, and transformers' model."""
     sizes, threads = (QUICK, 1) if options.quick else (Sizes(), 2)
-    entries = {BARE: Entry(scripts.bare), "ours": Entry(ours, {BARE: 0.97, LLAMA: 1.0})}
+    entries = {BARE: Entry(scripts.bare), "ours": Entry(our_step, {BARE: 0.97, LLAMA: 1.0})}
     if options.peers and importlib.util.find_spec("transformers"):
         entries[LLAMA] = Entry(scripts.transformers_llama)
     shape = f"{sizes.micro_batch} x {sizes.seq_length} tokens, fp32"
@@ -169,9 +170,9 @@ def fsdp(options: Options) -> list[Table]:
         wanted = 0.95 if ranks == 2 else None
         entries = {
             FULLY_SHARD: Entry(scripts.sharded),
-            "ours, sharded": Entry(ours, {FULLY_SHARD: wanted}),
+            "ours, sharded": Entry(our_step, {FULLY_SHARD: wanted}),
             DDP: Entry(scripts.replicated, {FULLY_SHARD: None}),
-            "ours, no_shard": Entry(partial(ours, flags=NO_SHARD), {DDP: wanted}),
+            "ours, no_shard": Entry(partial(our_step, flags=NO_SHARD), {DDP: wanted}),
         }
         sizes = QUICK if options.quick else Sizes()
         contest = Contest(f"Data parallel on {ranks} ranks", sizes, entries, ranks, copies=ranks)
@@ -184,7 +185,7 @@ def pipeline_entries(sizes: Sizes, ranks: int, wanted: float | None) -> dict[str
 
     def even(stages: int) -> Callable[[Job], Step]:
         layout = write_layout([sizes.layers // stages] * stages)
-        return partial(ours, flags=f"{PP} {ranks} --pipeline-model-parallel-layout {layout}")
+        return partial(our_step, flags=f"{PP} {ranks} --pipeline-model-parallel-layout {layout}")
 
     return {
         ONE_F_ONE_B: Entry(partial(scripts.pipelined, chunks=1)),
@@ -204,8 +205,10 @@ def pipeline(options: Options) -> list[Table]:
     for ranks in (2,) if options.quick else (2, 4):
         wanted = 0.95 if ranks == 2 else None
         entries = pipeline_entries(sizes, ranks, wanted) | {
-            "ours, 1f1b": Entry(partial(ours, flags=f"{PP} {ranks}"), {ONE_F_ONE_B: wanted}),
-            "ours, interleaved": Entry(partial(ours, flags=f"{PP} {ranks} {CHUNKS}"), {INTERLEAVED: wanted}),
+            "ours, 1f1b": Entry(partial(our_step, flags=f"{PP} {ranks}"), {ONE_F_ONE_B: wanted}),
+            "ours, interleaved": Entry(
+                partial(our_step, flags=f"{PP} {ranks} {CHUNKS}"), {INTERLEAVED: wanted}
+            ),
         }
         title = f"Pipeline of {ranks} ranks"
         contest = Contest(title, sizes, entries, ranks, microbatches=2 * ranks, turn=1)
@@ -220,21 +223,21 @@ def memory(options: Options) -> list[Table]:
     one_process = {
         BARE: Entry(scripts.bare),
         RECOMPUTED: Entry(partial(scripts.bare, recompute=True)),
-        "ours": Entry(ours, {BARE: 1.02}),
-        "ours, recompute full": Entry(partial(ours, flags=FULL), {RECOMPUTED: 1.02}),
-        "ours, recompute core_attn, layernorm, mlp": Entry(partial(ours, flags=OPERATORS), {BARE: None}),
-        "ours, loss in chunks": Entry(partial(ours, flags=CHUNKED), {BARE: None}),
+        "ours": Entry(our_step, {BARE: 1.02}),
+        "ours, recompute full": Entry(partial(our_step, flags=FULL), {RECOMPUTED: 1.02}),
+        "ours, recompute core_attn, layernorm, mlp": Entry(partial(our_step, flags=OPERATORS), {BARE: None}),
+        "ours, loss in chunks": Entry(partial(our_step, flags=CHUNKED), {BARE: None}),
         "ours, recompute full, loss in chunks": Entry(
-            partial(ours, flags=f"{FULL} {CHUNKED}"), {RECOMPUTED: None}
+            partial(our_step, flags=f"{FULL} {CHUNKED}"), {RECOMPUTED: None}
         ),
     }
     never = "--reshard-after-forward never"
     data_parallel = {
         FULLY_SHARD: Entry(scripts.sharded),
         DDP: Entry(scripts.replicated),
-        "ours, sharded": Entry(ours, {FULLY_SHARD: 1.02}),
-        "ours, sharded, reshard never": Entry(partial(ours, flags=never), {FULLY_SHARD: None}),
-        "ours, no_shard": Entry(partial(ours, flags=NO_SHARD), {DDP: None}),
+        "ours, sharded": Entry(our_step, {FULLY_SHARD: 1.02}),
+        "ours, sharded, reshard never": Entry(partial(our_step, flags=never), {FULLY_SHARD: None}),
+        "ours, no_shard": Entry(partial(our_step, flags=NO_SHARD), {DDP: None}),
     }
     stages = replace(sizes, micro_batch=4)
     contests = [
