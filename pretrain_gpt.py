@@ -55,7 +55,7 @@ def pretrain(config: Config, environment: Environment, started: float) -> int:
             config,
             tokenizer,
             is_builder=environment.local_rank == 0,
-            barrier=lambda: distributed.patient_barrier(mesh.host_group),
+            barrier=mesh.wait_for_all_hosts,
             say=say,
         )
         run = build_run(config, mesh, stop)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config import Config, ConfigError, ParallelConfig
+from megatron_lite.distributed import collectives
 from megatron_lite.distributed import process_group as distributed
 from megatron_lite.distributed.environment import Environment, prepare_libraries
 from megatron_lite.distributed.mesh import build_mesh
@@ -251,8 +252,8 @@ def _groups(config):
         mesh = build_mesh(config, device)
         # What a run does: saves gather over the host group, the hosts take a word from the first rank.
         dist.all_gather_object([None] * dist.get_world_size(), 1, group=mesh.host_group)
-        distributed.from_first_rank("word", mesh.host_group)
-        distributed.patient_barrier(mesh.host_group)
+        collectives.from_first_rank("word", mesh.host_group)
+        mesh.wait_for_all_hosts()
         backends = [group._get_backend(device) for group in dist.distributed_c10d._world.pg_map]
         soft, hard = distributed.resource.getrlimit(distributed.resource.RLIMIT_NOFILE)
         sockets = _sockets()

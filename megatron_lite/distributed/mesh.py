@@ -13,10 +13,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_lite.arithmetic.mesh_sizes import AXES, mesh_sizes
 from megatron_lite.config import Config
+from megatron_lite.distributed.collectives import patient_barrier
+from megatron_lite.distributed.torch_private import set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class ParallelMesh:
         """Which cut of the batch is mine."""
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
+    def wait_for_all_hosts(self) -> None:
+        """A barrier of all ranks that waits as long as one of them builds an index."""
+        patient_barrier(self.host_group)
+
     def sum_over(self, value: torch.Tensor, *axes: str) -> torch.Tensor:
         """All-reduce value in place, by sum, over the given axes; returns it."""
         for axis in axes:
@@ -96,7 +101,7 @@ def _connect(groups: Mapping[str, dist.ProcessGroup], device: torch.device, time
     """
     for axis, group in groups.items():
         if dist.get_backend(group) != "fake":  # a rehearsal's groups wait for nobody
-            _set_pg_timeout(timeout, group)
+            set_group_timeout(timeout, group)
         if dist.get_world_size(group) == 1:
             continue
         try:

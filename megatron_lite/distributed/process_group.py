@@ -26,8 +26,6 @@ from megatron_lite.distributed.environment import Environment, prepare_libraries
 
 # How long a rank that failed second waits, so that torchrun stops it before it talks over the first error.
 SECONDARY_ERROR_DELAY_S = 10.0
-# The index of a corpus of trillions of tokens takes an hour; a rank that dies is noticed at once.
-INDEX_TIMEOUT = timedelta(hours=24)
 # Runs a collective check unless an earlier attempt of the same torchrun passed it: one that was refused did not.
 OnceARun = Callable[[Callable[[], None]], None]
 # Where an NVIDIA driver shows, whether or not it works.
@@ -234,16 +232,6 @@ def _spans(ranks: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def patient_barrier(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks of a gloo group longer than a collective may take: one may be building a large index.
-
-    An all-reduce, which is a ring: gloo's own barrier talks to log(n) ranks each way, a socket for each.
-    """
-    options = dist.AllreduceOptions()
-    options.timeout = INDEX_TIMEOUT
-    group.allreduce([torch.zeros(1)], options).wait()
-
-
 def seed_everything(config: Config, data_parallel_rank: int, ranks: Mapping[str, int]) -> None:
     """Seed torch's generators for dropout: equal on the ranks that hold the same activations, else different.
 
@@ -258,13 +246,6 @@ def seed_everything(config: Config, data_parallel_rank: int, ranks: Mapping[str,
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-
-
-def from_first_rank(value: str | None, group: dist.ProcessGroup) -> str | None:
-    """Rank 0's value, on every rank of a group of hosts (collective)."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
 
 
 def run_and_exit(main: Callable[[], int], environment: Environment) -> None:

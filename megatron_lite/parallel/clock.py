@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_lite.distributed.collectives import gathered
+
 Mark = Any  # seconds on a CPU, torch.cuda.Event on a GPU
 
 
@@ -91,9 +93,7 @@ class ActionClock:
         time is that of the rank that is longest in it.
         """
         mine = torch.tensor(self.take_sums(), device=self._device)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine)
-        busy, seconds = torch.stack(every).unbind(1)
+        busy, seconds = gathered(mine).unbind(1)
         shares = 1 - busy / seconds.max()
         mean, most = torch.stack([shares.mean(), shares.max()]).tolist()
         return {"pipeline-idle-share": mean, "pipeline-idle-share-max": most}

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from megatron_lite.arithmetic.batch_size import pass_size
@@ -24,6 +23,7 @@ from megatron_lite.arithmetic.sharding import splits_backward
 from megatron_lite.config import Config
 from megatron_lite.config.data import IGNORED_LABEL
 from megatron_lite.distributed.mesh import ParallelMesh
+from megatron_lite.distributed.torch_private import stage_backward
 from megatron_lite.parallel.clock import ActionClock
 from megatron_lite.parallel.context import my_part_of_sequence
 from megatron_lite.parallel.fsdp import compute_dtype, prepare_backward

@@ -13,11 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lite.distributed.tensors import local_part
+from megatron_lite.distributed.torch_private import (
+    TorchDispatchMode,
+    resolve_process_group,
+    sharding_propagator,
+    tree_leaves,
+    without_dispatch_modes,
+)
 
 # What live bytes are for.
 PARAMETERS = "parameters"
@@ -106,20 +111,19 @@ class Accounting(TorchDispatchMode):
 
     def __enter__(self) -> "Accounting":
         """Start counting; what DTensor asks fake tensors of global shapes is no memory of this rank and is left out."""
-        propagator = DTensor._op_dispatcher.sharding_propagator
-        ask = propagator._propagate_tensor_meta_non_cached
+        ask = sharding_propagator._propagate_tensor_meta_non_cached
 
         def ask_apart(schema: Any) -> Any:
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 return ask(schema)
 
-        propagator._propagate_tensor_meta_non_cached = ask_apart
+        sharding_propagator._propagate_tensor_meta_non_cached = ask_apart
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """Stop counting."""
         super().__exit__(*error)
-        del DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached
+        del sharding_propagator._propagate_tensor_meta_non_cached
 
     @property
     def messages(self) -> list[Message]:
@@ -259,7 +263,7 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
             return None
     if isinstance(argument, str):
         try:
-            return dist.distributed_c10d._resolve_process_group(argument)
+            return resolve_process_group(argument)
         except (RuntimeError, ValueError, LookupError):  # another text, such as "sum"
             return None
     return None

@@ -13,10 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.arithmetic.batch_size import pass_size
 from megatron_lite.arithmetic.mesh_sizes import AXES, mesh_sizes
@@ -30,6 +26,14 @@ from megatron_lite.arithmetic.vocabulary import known_vocabulary, with_vocabular
 from megatron_lite.config import Config, ConfigError, ModelConfig
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
+from megatron_lite.distributed.torch_private import (
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    forget_sharding_results,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.kernels import AMPERE
 from megatron_lite.parallel.pipeline import Batch
@@ -172,7 +176,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         # DTensor remembers results with their mesh, and the next world's mesh is equal to it but has other groups.
-        _clear_sharding_prop_cache()
+        forget_sharding_results()
 
 
 def axes_of_groups(mesh: ParallelMesh) -> dict[str, str]:

@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.arithmetic.mesh_sizes import AXES
+from megatron_lite.distributed.collectives import gathered_objects
 from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.distributed.tensors import local_part
 from megatron_lite.training.named_tensors import named_tensors, tied_copies
@@ -37,11 +37,9 @@ def check_replicas(chunks: list[nn.Module], mesh: ParallelMesh, iteration: int) 
     Raises:
         ReplicaError: on every rank of the group, naming the replicas that differ from the first.
     """
-    size = mesh.size("dp_replicate")
-    if size == 1:
+    if mesh.size("dp_replicate") == 1:
         return
-    hashes: list[str] = [""] * size
-    dist.all_gather_object(hashes, weight_hash(chunks), group=mesh.group("dp_replicate"))
+    hashes = gathered_objects(weight_hash(chunks), mesh.group("dp_replicate"))
     different = [replica for replica, value in enumerate(hashes) if value != hashes[0]]
     if different:
         place = {axis: position for axis, position in mesh.coordinates.items() if axis != "dp_replicate"}
@@ -111,6 +109,4 @@ def nonfinite_tensors(tensors: Mapping[str, torch.Tensor], mesh: ParallelMesh) -
     if not mesh.sum_over(bad.sum(), *AXES).item():
         return []
     mine = [name for name, is_bad in zip(parts, bad.tolist(), strict=True) if is_bad]
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return sorted({name for names in everyone for name in names})
+    return sorted({name for names in gathered_objects(mine) for name in names})

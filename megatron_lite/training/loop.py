@@ -8,8 +8,8 @@ import torch
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.data.build import Datasets
+from megatron_lite.distributed.collectives import from_first_rank
 from megatron_lite.distributed.environment import Environment
-from megatron_lite.distributed.process_group import from_first_rank
 from megatron_lite.training.consistency import check_replicas, check_tied_copies, nonfinite_tensors
 from megatron_lite.training.evaluate import Evaluator
 from megatron_lite.training.metrics import Metrics, StepResult
@@ -61,7 +61,7 @@ class Trainer:
             self.loader = self.run.loader(self.train_dataset, state.consumed_samples)
             with (
                 profiled(self.config, self.mesh, state.iteration) as profile_step,
-                timeline(self.config, self.mesh, self.run.pipeline) as timeline_step,
+                timeline(self.config, self.mesh, self.run.pipeline.clock) as timeline_step,
             ):
                 self.on_step = (profile_step, timeline_step)
                 reason = self.steps()

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from megatron_lite.arithmetic.mesh_sizes import AXES
 from megatron_lite.config import Config
+from megatron_lite.distributed.collectives import gathered_objects
 from megatron_lite.distributed.mesh import ParallelMesh
-from megatron_lite.parallel.clock import Span
-from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.parallel.clock import ActionClock, Span
 from megatron_lite.planning.trace import trace_of, write_trace
 
 
 @contextmanager
-def timeline(config: Config, mesh: ParallelMesh, pipeline: Pipeline) -> Iterator[Callable[[int], None]]:
+def timeline(config: Config, mesh: ParallelMesh, clock: ActionClock) -> Iterator[Callable[[int], None]]:
     """Gives a function to call after every step with the number of steps done.
 
     The steps from --timeline-step-start to before --timeline-step-end, counted from where this run starts, are
@@ -27,7 +27,7 @@ def timeline(config: Config, mesh: ParallelMesh, pipeline: Pipeline) -> Iterator
         yield lambda iteration: None
         return
     mine = all(mesh.rank(axis) == 0 for axis in AXES if axis != "pp")
-    clock, done = pipeline.clock, 0
+    done = 0
     steps: list[tuple[int, list[Span]]] = []
 
     def on_step(iteration: int) -> None:
@@ -42,8 +42,7 @@ def timeline(config: Config, mesh: ParallelMesh, pipeline: Pipeline) -> Iterator
         clock.keeping = False
         if not mine:
             return
-        ranks: list[list[tuple[int, list[Span]]]] = [[] for _ in range(mesh.size("pp"))]
-        dist.all_gather_object(ranks, steps, group=mesh.group("pp"))
+        ranks = gathered_objects(steps, mesh.group("pp"))
         steps.clear()
         if dist.get_rank() == 0:
             _write(config, mesh.device, ranks)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from megatron_lite.config.output import LoggingConfig
+from megatron_lite.distributed.collectives import gathered
 
 # Timer -> the --timing-log-level from which it is kept.
 LEVELS = {
@@ -63,9 +63,7 @@ class Timers:
         if not self._seconds:
             return "", {}
         mine = torch.tensor([value / num_steps for value in self._seconds.values()], device=self._device)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine)
-        table = torch.stack(every).mul(1000).tolist()  # [ranks][timers], milliseconds
+        table = gathered(mine).mul(1000).tolist()  # [ranks][timers], milliseconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         columns = dict(zip(self._seconds, zip(*table)))
         head, shown = SHOWN[self._option]
