@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 
-from megatron_lite.arguments.parse import parse_or_exit, print_and_exit
+from megatron_lite.arguments.parse import parse_or_exit
 from megatron_lite.checkpoint import check_folders, stored_config
 from megatron_lite.config import Config
 from megatron_lite.distributed.environment import Environment
@@ -16,10 +16,8 @@ from megatron_lite.rehearsal.run_report import describe_run, start_banner
 if __name__ == "__main__":  # --help, --check and a wrong flag are answered before torch is imported
     STARTED = time.monotonic()
     ENVIRONMENT = Environment.read()
-    CONFIG = parse_or_exit(sys.argv[1:], ENVIRONMENT, stored_config, check_folders)
+    CONFIG = parse_or_exit(sys.argv[1:], ENVIRONMENT, stored_config, check_folders, describe_run)
     logging.basicConfig(level=CONFIG.logging.logging_level)
-    if CONFIG.command.check:
-        print_and_exit(describe_run(CONFIG))
 
 # ruff: noqa: E402
 

@@ -43,7 +43,6 @@ WIRED = {
     "megatron_lite.parallel.parallelize": "build_chunks",
     "megatron_lite.parallel.pipeline": "Pipeline",
     "megatron_lite.training.optimizer": "build_optimizer",
-    "megatron_lite.training.signals": "StopConditions",
     "megatron_lite.training.evaluate": "Evaluator",
     "megatron_lite.checkpoint.checkpointer": "Checkpointer",
     "megatron_lite.data.loader": "Loader",

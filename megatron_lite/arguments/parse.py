@@ -88,10 +88,12 @@ def parse_or_exit(
     environment: Environment,
     read_stored: Callable[[Config], StoredConfig | None] = lambda config: None,
     check_folders: Callable[[CheckpointConfig], None] | None = None,
+    describe: Callable[[Config], str] | None = None,
 ) -> Config:
     """`parse_arguments`, or the error on stderr once (rank 0 of the run) and exit code 2.
 
-    check_folders is called with --check; a run asks later, when it knows whether torchrun started it again.
+    check_folders is called with --check; a run asks later, when it knows whether torchrun started it again. With
+    --check what `describe` says is printed, and the program ends.
     """
     if {"-h", "--help"} & set(argv):
         print_and_exit(build_parser().format_help() if environment.rank == 0 else "")
@@ -101,6 +103,8 @@ def parse_or_exit(
             check_folders(config.checkpoint)
     except ConfigError as error:
         exit_with_error(error, environment)
+    if config.command.check and describe is not None:
+        print_and_exit(describe(config))
     return config
 
 
