@@ -16,7 +16,7 @@ import time
 from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -124,6 +124,7 @@ def signature(source: Input, options: EncodingOptions, tokenizer: Tokenizer) -> 
         "tokenizer": tokenizer.fingerprint,
         "append eod": options.append_eod,
         "longest document": options.max_document_bytes,
+        "counts": [item.name for item in fields(Tally)],  # other releases count other things
     }
 
 

@@ -63,7 +63,12 @@ class Journal:
 
     def _read_state(self) -> dict[str, Any] | None:
         path = self.folder / "state.json"
-        return read_object(path, f"'{path}' (remove the folder to start afresh)") if path.exists() else None
+        if not path.exists():
+            return None
+        stored = read_object(path, f"'{path}' (remove the folder to start afresh)")
+        if missing := sorted({"signature", "state", "sizes", "complete"} - set(stored)):
+            raise ConfigError(f"'{path}' has no '{missing[0]}'; remove the folder to start afresh")
+        return stored
 
     def _check_signature(self, stored: dict[str, Any]) -> None:
         for name in sorted({*self.signature, *stored}):

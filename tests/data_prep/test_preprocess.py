@@ -302,6 +302,15 @@ def test_resume_wants_the_same_input_and_one_writer(tmp_path, model, corpus):
         run("--input", corpus, *argv, "--resume")
     with pytest.raises(ConfigError, match="--resume: .* was made with another append eod"):
         run("--input", bad, *[word for word in argv if word != "--append-eod"], "--resume")
+    path = tmp_path / "o.partial" / "state.json"
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps(kept | {"signature": kept["signature"] | {"counts": ["documents", "lines"]}}))
+    with pytest.raises(ConfigError, match=r"--resume: .* was made with another counts .*lines"):
+        run("--input", bad, *argv, "--resume")
+    path.write_text(json.dumps({name: value for name, value in kept.items() if name != "sizes"}))
+    with pytest.raises(ConfigError, match="state.json' has no 'sizes'; remove the folder"):
+        run("--input", bad, *argv, "--resume")
+    path.write_text(json.dumps(kept))
     run("--input", bad, *argv, "--resume", "--skip-bad-documents")
     assert read_pair(tmp_path / "o_text_document")[0] == expected(corpus.read_text().splitlines(), model)
     (tmp_path / "o.partial").mkdir()
