@@ -4,3 +4,6 @@ import torch.distributed.checkpoint  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
 import torch.distributed.tensor.parallel  # noqa: F401
+
+import pretrain_gpt  # noqa: F401
+import tests.parity  # noqa: F401
