@@ -4,6 +4,7 @@
 #
 #   bash examples/quickstart.sh            under 10 minutes on 2 cores
 #   bash examples/quickstart.sh --quick    the same road in under 2 minutes
+#   bash examples/quickstart.sh --experts  the same road with a mixture of experts; --quick goes with it
 #   RUN=DIR bash examples/quickstart.sh    work in DIR instead of runs/quickstart
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -11,14 +12,18 @@ cd "$ROOT"
 STARTED=$SECONDS
 
 QUICK=false
-case "${1:-}" in
-    "") ;;
-    --quick) QUICK=true ;;
-    *) echo "error: '$1' is no flag of quickstart.sh, wanted --quick or nothing" >&2; exit 2 ;;
-esac
+EXPERTS=false
+NAME=quickstart
+for WORD in "$@"; do
+    case "$WORD" in
+        --quick) QUICK=true ;;
+        --experts) EXPERTS=true NAME=quickstart-experts ;;
+        *) echo "error: '$WORD' is no flag of quickstart.sh, wanted --quick, --experts or nothing" >&2; exit 2 ;;
+    esac
+done
 
 if $QUICK; then
-    RUN="${RUN:-runs/quickstart-quick}"
+    RUN="${RUN:-runs/$NAME-quick}"
     CORPUS=(--megabytes 10)
     TOKENIZER=(--vocab-size 4096 --sample-megabytes 2)
     MODEL=(--num-layers 4 --hidden-size 128 --ffn-hidden-size 344 --num-attention-heads 4 --num-query-groups 2)
@@ -26,7 +31,7 @@ if $QUICK; then
     ITERATIONS=40
     LEARNING_RATE=4e-3
 else
-    RUN="${RUN:-runs/quickstart}"
+    RUN="${RUN:-runs/$NAME}"
     CORPUS=(--megabytes 12)
     TOKENIZER=(--vocab-size 4096)
     MODEL=(--num-layers 8 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 --num-query-groups 2)
@@ -57,6 +62,9 @@ MODEL+=(
     --disable-bias-linear --untie-embeddings-and-output-weights
     --hidden-dropout 0.0 --attention-dropout 0.0
 )
+if $EXPERTS; then
+    MODEL+=(--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01)
+fi
 PARALLEL=(
     --device cpu --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
@@ -72,7 +80,7 @@ DATA=(
 OUTPUT=(
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "$HALF"
     --eval-interval "$HALF" --eval-iters 4
-    --log-interval 5 --log-throughput --wandb-project quickstart --wandb-save-dir "$RUN"
+    --log-interval 5 --log-throughput --wandb-project "$NAME" --wandb-save-dir "$RUN"
 )
 
 say "4. Training to iteration $HALF: 4 processes, 2 pipeline ranks x 2 chunks (interleaved 1F1B), FSDP over 2"
@@ -84,11 +92,21 @@ say "5. Starting again from the checkpoint, to iteration $ITERATIONS"
 run torchrun --nproc-per-node 4 pretrain_gpt.py \
     "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}"
 
-say "6. A Hugging Face model, checked against the trained one"
-run python tools/hf_export.py --load "$RUN/checkpoints" --output "$RUN/hf"
+PROMPT="    def __init__(self"
+if ! $EXPERTS; then
+    EXPORTED="$RUN/hf"
+    say "6. A Hugging Face model, checked against the trained one"
+    run python tools/hf_export.py --load "$RUN/checkpoints" --output "$EXPORTED"
 
-say "7. Text from the exported model, by transformers"
-run python examples/sample_text.py "$RUN/hf" --prompt "    def __init__(self"
+    say "7. Text from the exported model, by transformers"
+    run python examples/sample_text.py "$EXPORTED" --prompt "$PROMPT"
+else
+    EXPORTED="none: tools/hf_export.py writes no model with experts yet"
+    say "6. $EXPORTED"
+
+    say "7. Text from the checkpoint"
+    run python tools/generate.py --load "$RUN/checkpoints" --prompt "$PROMPT" --temperature 0.8 --top-p 0.95
+fi
 
 say "8. What came out"
 python data_prep/inspect_data.py "$RUN/corpus_text_document" --samples 0 --unigram-loss --split 949,50,1 | grep unigram
@@ -97,6 +115,6 @@ cat <<EOT
 corpus, tokenizer, tokens   $RUN/corpus.jsonl, tokenizer.model, corpus_text_document.bin/.idx
 checkpoints, metrics        $RUN/checkpoints, $RUN/checkpoints/metrics.jsonl
 wandb (offline)             $RUN/wandb
-Hugging Face model          $RUN/hf
+Hugging Face model          $EXPORTED
 total time                  $((SECONDS - STARTED)) s
 EOT

@@ -140,6 +140,42 @@ def test_passes_check(name, commands, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words, experts",
+    [([], None), (["--quick"], None), (["--experts"], 4), (["--quick", "--experts"], 4)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_quickstart_passes_check_twice(words, experts, commands, tmp_path):
+    """What it trains with before the stop and after it; its other programs are not run, and each is there."""
+    python = {"python": '#!/bin/sh\necho "unigram loss"\n'}
+    done = start(
+        "quickstart",
+        write_commands(tmp_path, COMMANDS | python),
+        tmp_path,
+        *words,
+        VIRTUAL_ENV=str(tmp_path),
+        RUN=str(tmp_path / "run"),
+        PYTHONPATH=str(commands),
+    )
+    assert done.returncode == 0, done.stderr
+    programs = set(re.findall(r"^\+ python (\S+)", done.stdout, re.MULTILINE))
+    assert len(programs) >= 4 and all((ROOT / program).exists() for program in programs - {"-m"})
+    runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    half, whole = (
+        parse_arguments(["--check", "--world-size", str(run["world"]), *run["flags"]], Environment())
+        for run in runs
+    )
+    assert half.training.exit_interval * 2 == whole.training.train_iters and not whole.training.exit_interval
+    for config in (half, whole):
+        assert config.model.num_experts == experts
+        assert "pipeline 2 x data 2 (replicas 1 x shards 2)" in describe_run(config)
+
+
+def test_quickstart_refuses_other_words(commands, tmp_path):
+    done = start("quickstart", commands, tmp_path, "--expert", VIRTUAL_ENV=str(tmp_path))
+    assert done.returncode == 2 and "'--expert' is no flag of quickstart.sh" in done.stderr
+
+
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_fits_the_gpu_it_names_at_its_last_batch_size(name, commands, tmp_path):
     """Every pipeline rank, all microbatches of the last batch: a batch that ramps up must not end a run hours later."""
