@@ -102,7 +102,7 @@ if ! $EXPERTS; then
     run python examples/sample_text.py "$EXPORTED" --prompt "$PROMPT"
 else
     EXPORTED="none: tools/hf_export.py writes no model with experts yet"
-    say "6. $EXPORTED"
+    say "6. Hugging Face model: $EXPORTED"
 
     say "7. Text from the checkpoint"
     run python tools/generate.py --load "$RUN/checkpoints" --prompt "$PROMPT" --temperature 0.8 --top-p 0.95
