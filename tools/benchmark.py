@@ -27,6 +27,7 @@ from tools.benchmarks.comparison import Options, Table, render
 # imported when it is run: one of them needs more than another.
 SUITES = {
     "step": "steps:step",
+    "experts": "steps:experts",
     "startup": "startup:run",
     "overhead": "overhead:run",
     "fsdp": "steps:fsdp",

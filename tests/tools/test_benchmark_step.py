@@ -19,7 +19,13 @@ STARTUP = pytest.param(startup.run, marks=pytest.mark.slow, id="startup")
 
 
 @pytest.mark.parametrize(
-    "suite", [pytest.param(steps.step, id="step"), pytest.param(overhead.run, id="overhead"), STARTUP]
+    "suite",
+    [
+        pytest.param(steps.step, id="step"),
+        pytest.param(steps.experts, id="experts"),
+        pytest.param(overhead.run, id="overhead"),
+        STARTUP,
+    ],
 )
 def test_a_suite_gives_figures(suite):
     rows = [row for table in suite(OPTIONS) for row in table.rows]

@@ -6,7 +6,7 @@ is the program that a start is measured against: one step, its loss. Imports not
 global names, so scripts.with_initial_weights gives both sides the same first bits; as in our pipeline a model may be
 only some layers of the whole.
 
-Shapes: B micro batch, S sequence, H hidden, N heads, D head width, V vocabulary.
+Shapes: B micro batch, S sequence, H hidden, N heads, D head width, V vocabulary; E experts of width W, K of a token.
 """
 
 import json
@@ -24,7 +24,10 @@ NORM_EPSILON, ROTARY_BASE = 1e-5, 10000.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """A Llama-style model and its micro batch; the defaults are the sizes that the targets are set for."""
+    """A Llama-style model and its micro batch; the defaults are the sizes that the targets are set for.
+
+    experts, chosen: a mixture of so many MLPs in every layer, and how many of them a token goes to; 0 for none.
+    """
 
     layers: int = 8
     hidden: int = 256
@@ -33,6 +36,8 @@ class Sizes:
     seq_length: int = 256
     vocabulary: int = 8192
     micro_batch: int = 4
+    experts: int = 0
+    chosen: int = 2
 
 
 QUICK = Sizes(layers=2, hidden=32, heads=2, ffn=64, seq_length=16, vocabulary=128, micro_batch=2)
@@ -81,6 +86,42 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class GroupedWeight(nn.Module):
+    """The matrices of all experts [E, out, in] in one kernel."""
+
+    def __init__(self, experts: int, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, width_out, width_in))
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """rows [T*K, in] sorted by expert, the last row of each before ends [E] -> [T*K, out]."""
+        return F.grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
+
+
+class Mixture(nn.Module):
+    """The K experts of the largest router logits, weighted by a softmax over these (as Mixtral), without loss."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.chosen, self.num_experts = sizes.chosen, sizes.experts
+        self.router = nn.Linear(sizes.hidden, sizes.experts, bias=False)
+        shapes = {"gate_proj": (sizes.hidden, sizes.ffn), "up_proj": (sizes.hidden, sizes.ffn)}
+        shapes["down_proj"] = (sizes.ffn, sizes.hidden)
+        self.experts = nn.ModuleDict({name: GroupedWeight(sizes.experts, *shapes[name]) for name in shapes})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        tokens = x.flatten(0, 1)  # [T, H]
+        logits, experts = self.router(tokens).topk(self.chosen)  # [T, K]
+        weights = logits.softmax(dim=-1).flatten()
+        order = experts.flatten().argsort(stable=True)
+        ends = torch.bincount(experts.flatten(), minlength=self.num_experts).cumsum(0).int()
+        rows = tokens[order // self.chosen]
+        inner = F.silu(self.experts["gate_proj"](rows, ends)) * self.experts["up_proj"](rows, ends)
+        out = self.experts["down_proj"](inner * weights[order, None], ends)
+        return torch.zeros_like(tokens).index_add(0, order // self.chosen, out).view_as(x)
+
+
 class Block(nn.Module):
     """Pre-norm block."""
 
@@ -89,7 +130,7 @@ class Block(nn.Module):
         self.input_norm = nn.RMSNorm(sizes.hidden, eps=NORM_EPSILON)
         self.attention = Attention(sizes)
         self.pre_mlp_norm = nn.RMSNorm(sizes.hidden, eps=NORM_EPSILON)
-        self.mlp = SwiGLU(sizes)
+        self.mlp = Mixture(sizes) if sizes.experts else SwiGLU(sizes)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""

@@ -33,8 +33,9 @@ def run_flags(sizes: Sizes) -> list[str]:
 
     One id less than the vocabulary: NullTokenizer adds its end of document.
     """
+    mixture = f"--num-experts {sizes.experts} --moe-router-topk {sizes.chosen}" if sizes.experts else ""
     return f"""
-        --num-layers {sizes.layers} --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads}
+        {mixture} --num-layers {sizes.layers} --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads}
         --ffn-hidden-size {sizes.ffn} --seq-length {sizes.seq_length} --max-position-embeddings {sizes.seq_length}
         --vocab-size {sizes.vocabulary - 1} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer
         --micro-batch-size {sizes.micro_batch} --swiglu --normalization RMSNorm --norm-epsilon {NORM_EPSILON}

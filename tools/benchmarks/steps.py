@@ -30,6 +30,7 @@ from tools.benchmarks.scripts import Job, Step
 
 BATCHES = 4  # taken again and again: the loss falls, so a step that were left out would show in it
 BARE, RECOMPUTED, LLAMA = "bare", "bare, each block under checkpoint", "transformers' Llama"
+MIXTRAL, MIXTRAL_EAGER = "transformers' Mixtral, grouped_mm", "transformers' Mixtral, eager"
 FULLY_SHARD, DDP = "torch fully_shard", "torch DDP"
 ONE_F_ONE_B, INTERLEAVED = "torch Schedule1F1B", "torch ScheduleInterleaved1F1B"
 PP, CHUNKS = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank 2"
@@ -161,6 +162,22 @@ def step(options: Options) -> list[Table]:
         )
         for n in (1, 4)
     ]
+
+
+def experts(options: Options) -> list[Table]:
+    """A mixture of experts on one process: time and peak bytes against a bare loop with grouped_mm, and peers."""
+    sizes = replace(QUICK if options.quick else Sizes(layers=4), experts=8)
+    entries = {
+        BARE: Entry(scripts.bare),
+        "ours": Entry(our_step, {BARE: 0.97, MIXTRAL: 1.0, MIXTRAL_EAGER: 1.0}),
+    }
+    if options.peers and importlib.util.find_spec("transformers"):
+        entries[MIXTRAL] = Entry(partial(scripts.transformers_mixtral, experts="grouped_mm"))
+        entries[MIXTRAL_EAGER] = Entry(partial(scripts.transformers_mixtral, experts="eager"))
+    title = f"experts: one process, {sizes.experts} experts, {sizes.chosen} of a token"
+    timed_contest = Contest(title, sizes, entries, threads=1 if options.quick else 2)
+    held = {BARE: entries[BARE], "ours": Entry(our_step, {BARE: 1.0})}
+    return [race_table(timed_contest, options), weigh_table(Contest(title, sizes, held))]
 
 
 def fsdp(options: Options) -> list[Table]:
