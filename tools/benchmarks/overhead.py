@@ -23,6 +23,7 @@ from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.parallel.pipeline import Batch
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.run import Run, build_run
+from megatron_lite.training.signals import StopConditions
 from tools.benchmarks.baseline_model import QUICK, Sizes
 from tools.benchmarks.comparison import Options, Row, Table, refuse_unlike, row_of, speed, take_turns
 from tools.benchmarks.ours import build_prepared, run_config
@@ -89,7 +90,9 @@ def measure(sizes: Sizes, folder: Path, repeats: int) -> tuple[list[Row], float]
     first = next(iter(configs.values()))
     datasets = build_datasets(first, build_tokenizer(first.data, sizes.vocabulary - 1))
     whole = {
-        name: ClockedTrainer(build_run(config, build_mesh(config, device)), datasets)
+        name: ClockedTrainer(
+            build_run(config, build_mesh(config, device), StopConditions(config.training, device)), datasets
+        )
         for name, config in configs.items()
     }
     steps, losses = (repeats + 1) * STEPS_A_TURN, {}
