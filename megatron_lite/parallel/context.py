@@ -59,14 +59,7 @@ def apply_context_parallel(chunk: nn.Module, mesh: ParallelMesh) -> None:
         layer.attention.core = ContextAttention(layer.attention.core, mesh.group("cp"))
     for mixture in chunk.mixtures.values():
         mixture.router.sequence_ranks = size
-        mixture.router.sum_over_sequence = functools.partial(_sum, group=mesh.group("cp"))
-
-
-def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks of a group, without gradient."""
-    total = tensor.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
+        mixture.router.sum_over_sequence = lambda counts: mesh.sum_over(counts, "cp")
 
 
 def attention_parts(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:

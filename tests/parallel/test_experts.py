@@ -93,10 +93,14 @@ def test_layout_equals_one_process(row):
     assert_equals_one_process(outcomes, config, batches)
 
 
+def set_up(config, batches):
+    run = build_run(config, build_mesh(config, torch.device("cpu")))
+    return run, PreparedBatches(config, run.mesh, batches)
+
+
 def train(config, batches):
     """(what each step logs of its routers, my layers' expert biases at the end) of this rank."""
-    run = build_run(config, build_mesh(config, torch.device("cpu")))
-    loader = PreparedBatches(config, run.mesh, batches)
+    run, loader = set_up(config, batches)
     names = (*config.model.router_losses, "expert-load")
     logged = []
     for _ in batches:
@@ -142,10 +146,32 @@ def test_loads_logged_losses_and_biases(layout, model):
     assert biases == wanted and all(map(any, biases.values()))
 
 
+def run_experts(config, batches):
+    """How often each mixture runs for one microbatch, forward and backward."""
+    run, loader = set_up(config, batches)
+    calls = dict.fromkeys(run.chunks[0].mixtures, 0)
+    for layer, mixture in run.chunks[0].mixtures.items():
+        mixture.experts.register_forward_hook(lambda *_, layer=layer: calls.update({layer: calls[layer] + 1}))
+    run.step(loader)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("modules", "times"), [("moe", 2), ("moe_act", 2), ("shared_experts", 2), ("mlp", 1), ("core_attn", 1)]
+)
+def test_what_recompute_modules_recompute(modules, times):
+    """moe, by any of its names, the layers with experts; mlp the dense ones."""
+    config = make_config(
+        microbatches=1, model=DEEPSEEK, recompute_granularity="selective", recompute_modules=(modules,)
+    )
+    [calls] = run_ranks(run_experts, 1, config, make_batches(1, 1), init=True)
+    assert calls == {1: times, 2: times, 3: times}
+
+
 def skip_a_step(config, batches):
     """The biases after a step whose gradients overflowed, and after a good one."""
-    run = build_run(config, build_mesh(config, torch.device("cpu")))
-    loader, seen = PreparedBatches(config, run.mesh, batches), []
+    run, loader = set_up(config, batches)
+    seen = []
     head = run.chunks[-1].lm_head.weight
     good = head.detach().clone()
     for factor in (float("nan"), 1.0):

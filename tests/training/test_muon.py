@@ -42,11 +42,35 @@ def test_one_matrix_is_torchs(shape):
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_each_expert_is_a_matrix_of_its_own():
+    """A stack of matrices moves as torch's Muon moves each by itself, one without rows on this rank not at all."""
+    shape = (5, 16, 40)
+    gradients = _gradients(shape)
+    stack = torch.nn.Parameter(torch.ones(shape))
+    ours = _train(stack, Muon(_group(stack), 0.02, (0.9, 0.95), 1e-8), gradients)
+    for expert in range(5):
+        alone = torch.nn.Parameter(torch.ones(shape[1:]))
+        theirs = torch.optim.Muon([alone], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        expected = _train(alone, theirs, [gradient[expert] for gradient in gradients])
+        torch.testing.assert_close(ours[expert], expected, rtol=1e-5, atol=1e-5)
+    assert orthogonalize(torch.empty(0, 16, 40)).shape == (0, 16, 40)
+
+
 def _sharded(shape, dim):
     mesh = init_device_mesh("cpu", (2,))
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(dim)]))
     gradients = [distribute_tensor(g, mesh, [Shard(dim)]) for g in _gradients(shape)]
     return _train(parameter, Muon(_group(parameter), 0.02, (0.9, 0.95), 1e-8), gradients).full_tensor()
+
+
+@pytest.mark.parametrize("experts", [1, 5])
+def test_sharded_experts_move_as_whole_ones(experts):
+    """Each rank orthogonalises the experts that lie on it; with one expert a rank has none."""
+    shape = (experts, 16, 40)
+    whole = torch.nn.Parameter(torch.ones(shape))
+    expected = _train(whole, Muon(_group(whole), 0.02, (0.9, 0.95), 1e-8), _gradients(shape))
+    for seen in run_ranks(_sharded, 2, shape, 0, init=True):
+        torch.testing.assert_close(seen, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

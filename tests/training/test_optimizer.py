@@ -14,7 +14,7 @@ from megatron_lite.config import OptimizerConfig
 from megatron_lite.config.optimizers import ADAM_STATE, FULL, OPTIMIZERS, SCALAR, OptimizerRow
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.training.named_tensors import named_state
-from megatron_lite.training.optimizer import build_optimizer
+from megatron_lite.training.optimizer import build_optimizer, parameter_groups
 from tests.parity import MODEL
 from tests.ranks import free_port
 from tests.runs import ROOT, flags, training_steps, write_data
@@ -78,6 +78,33 @@ def test_a_new_one_works_everywhere(tmp_path):
     assert "optimizer state (adagrad)" in rehearsed
     sizes = dict(re.findall(r"(parameters|optimizer state) \(.*\) +([\d.]+)\n", rehearsed))
     assert float(sizes["optimizer state"]) == pytest.approx(float(sizes["parameters"]), rel=0.1)
+
+
+EXPERTS = {
+    "num_layers": 1,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+SHARED = EXPERTS | {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
+BIASED = EXPERTS | {"disable_bias_linear": False, "swiglu": False}
+
+
+@pytest.mark.parametrize("model", [SHARED, BIASED], ids=["shared expert", "biases"])
+def test_groups_of_a_mixture(model):
+    """Every matrix decays and no bias does, though one of experts is [E, F]; a router's rows are no matrix for Muon."""
+    chunk = GPTChunk(replace(MODEL, **model), [0])
+    names = {parameter: name for name, parameter in chunk.named_global_parameters()}
+    groups = parameter_groups([chunk], OptimizerConfig(optimizer="muon", lr=1e-3))
+    decaying, orthogonal = (
+        {names[p] for group in groups if group[key] for p in group["params"]}
+        for key in ("decays", "orthogonal")
+    )
+    assert decaying == {n for n in names.values() if n.endswith(".weight") and "norm" not in n}
+    scores = {"layers.0.mlp.router.weight", "layers.0.mlp.shared_expert_gate.weight"}
+    assert orthogonal == {n for n in decaying if n.startswith("layers.")} - scores
+    assert "layers.0.mlp.experts.up_proj.weight" in orthogonal
 
 
 def test_bytes_by_row():
