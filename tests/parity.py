@@ -21,7 +21,7 @@ from megatron_lite.training.run import Run, build_run
 from tools.verify_parity import (
     FACTOR,
     Outcome,
-    judge,
+    compare_with_one_process,
     mean_loss,
     report,
     run_layout,
@@ -168,5 +168,5 @@ def assert_equals_one_process(
             "ranks must agree to the bit"
         )
     whole = Outcome(ranks[0].losses, ranks[0].norms, gradients, ranks[0].evaluation)
-    rows = judge(config, whole, [*batches, batches[0]], torch.device("cpu"), factor)
+    rows = compare_with_one_process(config, whole, [*batches, batches[0]], torch.device("cpu"), factor)
     assert not any(row.fails for row in rows), "\n" + report(rows, factor)

@@ -62,6 +62,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatron_lite.distributed.collectives import from_first_rank
 from megatron_lite.distributed.mesh import ParallelMesh, build_mesh
 from megatron_lite.distributed.process_group import process_group, run_and_exit
 from megatron_lite.distributed.tensors import whole_tensor
@@ -122,7 +123,7 @@ def with_any_vocabulary(config: Config) -> Config:
 
 
 def comparable(config: Config, precision: str) -> Config:
-    """The run without what makes two sides differ by chance: no dropout, and fp32 unless its format is kept.
+    """The run without what makes two sides differ: no dropout, and fp32 unless its format is kept.
 
     Weights start larger than usual: with 0.02 the gradients of a small model drown in rounding.
     """
@@ -341,8 +342,8 @@ def rounding(one_process: Outcome, truth: Outcome) -> float:
 def compare(layout: Outcome, one_process: Outcome, truth: Outcome, factor: float = FACTOR) -> list[Row]:
     """All compared numbers. A gradient's row holds its largest absolute value and its largest error.
 
-    A parameter that one side lacks has an infinite error. A scalar may be right by luck, so a step's are judged
-    by the worst of all up to it, which is also what the next step starts from.
+    A parameter that one side lacks has an infinite error. A scalar may be right by luck, so a step's are compared
+    with the worst of all up to it, which is also what the next step starts from.
     """
     floor = rounding(one_process, truth)
     rows, worst = [], floor
@@ -387,7 +388,7 @@ def report(rows: Sequence[Row], factor: float) -> str:
     return "\n".join(lines)
 
 
-def judge(
+def compare_with_one_process(
     config: Config, layout: Outcome, batches: Sequence[Batch], device: torch.device, factor: float
 ) -> list[Row]:
     """The layout against one process, in its own format and in fp64."""
@@ -404,13 +405,12 @@ def verify(config: Config, device: torch.device, steps: int, factor: float) -> t
     first = all(mesh.rank(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
     gathered = collected if dist.get_rank() == 0 else None
     dist.gather_object(layout.gradients if first else {}, gathered, dst=0)
-    answer: list[tuple[str, bool] | None] = [None]
+    answer = None
     if dist.get_rank() == 0:
         layout.gradients = {name: g for part in collected for name, g in part.items()}
-        rows = judge(config, layout, batches, device, factor)
-        answer = [(report(rows, factor), not any(row.fails for row in rows))]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+        rows = compare_with_one_process(config, layout, batches, device, factor)
+        answer = report(rows, factor), not any(row.fails for row in rows)
+    return from_first_rank(answer)
 
 
 def main(own: argparse.Namespace, given: Config, environment: Environment) -> int:

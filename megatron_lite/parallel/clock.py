@@ -32,7 +32,7 @@ class Span(NamedTuple):
 class ActionClock:
     """The spans of a step, and sums of them for the idle share.
 
-    `keeping`: the ranks of the pipeline wait for one another before a step, so that their zeros are the same moment
+    `keeping`: the ranks of the pipeline pass a barrier before a step, so that their zeros are the same moment
     (but for what a barrier takes to let go), and `take_spans` has the steps since the last call.
     """
 

@@ -1,7 +1,7 @@
-"""Context parallelism: the ranks of the cp axis share each sequence; keys and values travel, queries stay.
+"""Context parallelism: the ranks of the cp axis share each sequence; keys and values are all-gathered, queries are not.
 
 The sequence is cut into 2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so every rank has one cheap and
-one dear part of the causal triangle and all compute the same (Dubey et al. 2024, section 3.3.2: all-gathered keys
+one expensive part of the causal triangle and all compute the same (Dubey et al. 2024, section 3.3.2: all-gathered keys
 and values, for they are small with grouped query heads). What a rank holds at once: S/cp positions of everything,
 and the keys and values of all S positions of one layer.
 

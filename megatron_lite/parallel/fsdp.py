@@ -16,7 +16,7 @@ from megatron_lite.config import Config, ParallelConfig, PrecisionConfig
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """The dtype of activations and of gathered parameters; the sharded parameters stay fp32."""
+    """The dtype of activations and of all-gathered parameters; the shards stay fp32."""
     if precision.bf16:
         return torch.bfloat16
     return torch.float16 if precision.fp16 else torch.float32
@@ -67,7 +67,7 @@ def _offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
 
 
 def _reshards(position: int, num_layers: int, config: Config) -> bool:
-    """Whether a layer frees its gathered parameters after forward (ZeRO-3) or keeps them (ZeRO-2)."""
+    """Whether a layer reshards its parameters after forward (ZeRO-3) or keeps them all-gathered (ZeRO-2)."""
     parallel = config.parallel
     if reshards(config) and parallel.reshard_after_forward == "keep-last":
         return position < num_layers - parallel.reshard_keep_last_blocks

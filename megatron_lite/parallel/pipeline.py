@@ -71,7 +71,7 @@ class ScaledLoss:
 class Stage(PipelineStage):
     """torch's stage with a clock, FSDP's own way of freeing and reducing, and buffers made when they are needed.
 
-    torch's stage keeps a chunk's weights gathered and adds its gradients up whole until its last backward; here
+    torch's stage keeps a chunk's weights all-gathered and adds its gradients up whole until its last backward; here
     arithmetic/sharding.py decides. It makes a buffer for every microbatch's input and output gradient when it starts
     and holds them for good: a batch that ramps up would run out of memory hours later. Here a buffer is made when its
     receive is posted and dropped when its action has run, so as many are there as are in flight. On torch 2.11 its

@@ -60,7 +60,7 @@ class ReplicatedWeights(ParallelStyle):
         return output.to_local()
 
 
-class OwnRandomness(nn.Module):
+class PerRankRandomState(nn.Module):
     """Runs attention under a generator state of this rank's own: the ranks have other heads, and would drop alike.
 
     The seed comes from the generator that the tensor ranks share, which goes on as if nothing had been drawn
@@ -102,7 +102,7 @@ def apply_tensor_parallel(chunk: nn.Module, mesh: DeviceMesh, parallel: Parallel
     for layer in chunk.layers.values():
         parallelize_module(layer, mesh, _block_plan(layer, hidden))
         if not parallel.sequence_parallel:
-            layer.attention.core = OwnRandomness(layer.attention.core, mesh.get_local_rank())
+            layer.attention.core = PerRankRandomState(layer.attention.core, mesh.get_local_rank())
     if chunk.embedding is not None:
         _split_embedding(chunk.embedding, mesh, hidden)
     if chunk.lm_head is not None:

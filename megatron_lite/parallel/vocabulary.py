@@ -1,6 +1,6 @@
 """The cross-entropy over logits whose vocabulary is split over ranks: no rank ever holds a whole row.
 
-Three numbers per token travel (maximum, sum of exponentials, the label's logit) instead of V logits, as in
+Three numbers per token are communicated (maximum, sum of exponentials, the label's logit) instead of V logits, as in
 Megatron-LM's vocab_parallel_cross_entropy. Shapes: T tokens, V/p columns on each of p ranks.
 """
 

@@ -151,12 +151,12 @@ def _schedule(config: Config) -> str:
 
 
 def _pipeline(config: Config, plans: list[StagePlan], costs: ModelCosts, microbatches: int) -> list[str]:
-    """Idle share and activations in flight, by playing the schedule with the stages' counted FLOPs."""
+    """Idle share and activations in flight, by simulating the schedule with the stages' counted FLOPs."""
     parallel = config.parallel
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     count = pass_size(microbatches, parallel.max_microbatches_per_step)
     if size * chunks * count > _MOST_ACTIONS:
-        return ["  bubble       not played: the schedule has too many actions"]
+        return ["  bubble       not simulated: the schedule has too many actions"]
     work = [stage_compute(plan, costs) for plan in plans]
     mean = sum(work) / len(work) or 1
     third = tuple(flops / mean for flops in work)

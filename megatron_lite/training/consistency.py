@@ -13,7 +13,7 @@ from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.distributed.tensors import local_part
 from megatron_lite.training.named_tensors import named_tensors, tied_copies
 
-_CHECKSUM_PIECE = 1 << 22  # elements whose products are held at once
+_CHECKSUM_ELEMENTS = 1 << 22  # elements whose products are held at once
 
 
 class ReplicaError(RuntimeError):
@@ -82,9 +82,9 @@ def _checksum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Te
     for tensor in tensors:
         whole = local_part(tensor.detach()).contiguous().reshape(-1)
         bits = whole.view(torch.int32 if whole.element_size() == 4 else torch.int16)
-        for piece in bits.split(_CHECKSUM_PIECE):
-            weights = torch.arange(1, 2 * len(piece), 2, device=piece.device)
-            total = total * 31 + (piece * weights).sum().to(device)
+        for part in bits.split(_CHECKSUM_ELEMENTS):
+            weights = torch.arange(1, 2 * len(part), 2, device=part.device)
+            total = total * 31 + (part * weights).sum().to(device)
     return total
 
 
@@ -100,13 +100,7 @@ def nonfinite_tensors(tensors: Mapping[str, torch.Tensor], mesh: ParallelMesh) -
         if tensor.is_floating_point() and local_part(tensor).numel()
     }
     norms = torch._foreach_norm(list(parts.values()), math.inf) if parts else []
-    largest = (
-        torch.stack([norm.to(mesh.device).float() for norm in norms])
-        if parts
-        else torch.empty(0, device=mesh.device)
-    )
-    bad = (~largest.isfinite()).float()
-    if not mesh.sum_over(bad.sum(), *AXES).item():
+    mine = [name for name, norm in zip(parts, norms) if not norm.isfinite()]
+    if not mesh.sum_over(torch.tensor(float(len(mine)), device=mesh.device), *AXES).item():
         return []
-    mine = [name for name, is_bad in zip(parts, bad.tolist(), strict=True) if is_bad]
     return sorted({name for names in gathered_objects(mine) for name in names})

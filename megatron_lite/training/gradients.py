@@ -1,7 +1,7 @@
 """The gradient norm of the whole model, and clipping by it.
 
-The same number on every rank and in every layout: squares are summed over the pieces that this rank owns and
-then over every axis that cuts the parameters (dp_shard, cp, tp, pp). A parameter that tensor ranks replicate,
+The same number on every rank and in every layout: squares are summed over this rank's shards and then
+over every axis that shards the parameters (dp_shard, cp, tp, pp). A parameter that tensor ranks replicate,
 and a tied weight that two stages hold, count once.
 """
 
@@ -19,7 +19,7 @@ CLIP_EPSILON = 1e-6  # Megatron's: coefficient = clip / (norm + 1e-6)
 
 
 def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:
-    """How many tensor-parallel ranks hold this same piece."""
+    """How many tensor-parallel ranks hold this same shard."""
     if not isinstance(tensor, DTensor) or "tp" not in tensor.device_mesh.mesh_dim_names:
         return mesh.size("tp")
     axis = tensor.device_mesh.mesh_dim_names.index("tp")
@@ -28,7 +28,7 @@ def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:
 
 @torch.no_grad()
 def sum_over_model(values: Iterable[tuple[torch.Tensor, torch.Tensor]], mesh: ParallelMesh) -> torch.Tensor:
-    """Sum (tensor it belongs to, its value) pairs over my pieces and over all ranks; scalar fp32, on my device."""
+    """Sum (tensor it belongs to, its value) pairs over my shards and over all ranks; scalar fp32, on my device."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for tensor, value in values:
         by_copies.setdefault(replication(tensor, mesh), []).append(value)
@@ -38,20 +38,20 @@ def sum_over_model(values: Iterable[tuple[torch.Tensor, torch.Tensor]], mesh: Pa
     return mesh.sum_over(total, "dp_shard", "cp", "tp", "pp")
 
 
-@torch.no_grad()
 def gradient_norm(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
     """L2 norm of the gradient of the whole model, scalar fp32."""
-    gradients = [p.grad for _, p in counted_parameters(chunks) if p.grad is not None]
-    norms = torch._foreach_norm([local_part(g).float() for g in gradients])
-    return sum_over_model(zip(gradients, torch._foreach_mul(norms, norms)), mesh).sqrt()
+    return _norm([p.grad for _, p in counted_parameters(chunks) if p.grad is not None], mesh)
+
+
+def parameter_norm(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
+    """L2 norm of all parameters, scalar fp32."""
+    return _norm([p for _, p in counted_parameters(chunks)], mesh)
 
 
 @torch.no_grad()
-def parameter_norm(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
-    """L2 norm of all parameters, scalar fp32."""
-    parameters = [p for _, p in counted_parameters(chunks)]
-    norms = torch._foreach_norm([local_part(p) for p in parameters])
-    return sum_over_model(zip(parameters, torch._foreach_mul(norms, norms)), mesh).sqrt()
+def _norm(tensors: list[torch.Tensor], mesh: ParallelMesh) -> torch.Tensor:
+    norms = torch._foreach_norm([local_part(tensor).float() for tensor in tensors])
+    return sum_over_model(zip(tensors, torch._foreach_mul(norms, norms)), mesh).sqrt()
 
 
 @torch.no_grad()
@@ -64,9 +64,9 @@ def count_zeros(chunks: list[nn.Module], mesh: ParallelMesh) -> torch.Tensor:
 @torch.no_grad()
 def scale_gradients(chunks: list[nn.Module], factor: float) -> None:
     """Multiply every gradient in place."""
-    pieces = [local_part(p.grad) for chunk in chunks for p in chunk.parameters() if p.grad is not None]
-    if pieces:
-        torch._foreach_mul_(pieces, factor)
+    shards = [local_part(p.grad) for chunk in chunks for p in chunk.parameters() if p.grad is not None]
+    if shards:
+        torch._foreach_mul_(shards, factor)
 
 
 def clip_gradients(chunks: list[nn.Module], norm: float, max_norm: float) -> None:

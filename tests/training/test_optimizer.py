@@ -1,5 +1,6 @@
 """An optimizer is one row: with nothing else it plans, trains, saves and resumes in another layout."""
 
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ OPTIMIZERS["adagrad"] = OptimizerRow(
 """
 
 
-def run(tree, words, ranks=1):
+def run(tree, words, ranks=1, program="pretrain_gpt.py"):
     launch = [
         "-m",
         "torch.distributed.run",
@@ -38,11 +39,11 @@ def run(tree, words, ranks=1):
         "--master-port",
         str(free_port()),
     ]
-    command = [sys.executable, *(launch if ranks > 1 else []), "pretrain_gpt.py", *words]
+    command = [sys.executable, *(launch if ranks > 1 else []), program, *words]
     done = subprocess.run(
         command,
         cwd=tree,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -54,6 +55,7 @@ def run(tree, words, ranks=1):
 def test_a_new_one_works_everywhere(tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "megatron_lite", tree / "megatron_lite")
+    shutil.copytree(ROOT / "tools", tree / "tools")
     shutil.copy(ROOT / "pretrain_gpt.py", tree)
     with (tree / "megatron_lite" / "config" / "optimizers.py").open("a") as file:
         file.write(ADAGRAD)
@@ -74,6 +76,12 @@ def test_a_new_one_works_everywhere(tmp_path):
     assert sorted(once) == sorted(twice) == list(range(1, 13))
     for iteration, (loss, *_) in once.items():
         assert twice[iteration][0] == pytest.approx(loss, rel=1e-5)
+    assert "learning rate" in run(tree, [*base, "--check", "--world-size", "2"]).lower()
+    memory = {}
+    for name in ("adagrad", "adam"):  # a later flag wins
+        plan = ["--num-gpus", "2", "--gpu", "h100", "--json", *base, "--optimizer", name]
+        memory[name] = json.loads(run(tree, plan, program="tools/plan.py"))["plans"][0]["memory_bytes"][0]
+    assert memory["adagrad"]["optimizer state"] == pytest.approx(memory["adam"]["optimizer state"] / 2)
     rehearsed = run(tree, [*base, "--dry-run", "--world-size", "2"])
     assert "optimizer state (adagrad)" in rehearsed
     sizes = dict(re.findall(r"(parameters|optimizer state) \(.*\) +([\d.]+)\n", rehearsed))
