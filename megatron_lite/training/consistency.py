@@ -100,7 +100,10 @@ def nonfinite_tensors(tensors: Mapping[str, torch.Tensor], mesh: ParallelMesh) -
         if tensor.is_floating_point() and local_part(tensor).numel()
     }
     norms = torch._foreach_norm(list(parts.values()), math.inf) if parts else []
-    mine = [name for name, norm in zip(parts, norms) if not norm.isfinite()]
-    if not mesh.sum_over(torch.tensor(float(len(mine)), device=mesh.device), *AXES).item():
+    # Norms of offloaded tensors are on the host; all are brought together, so that a device is waited for once.
+    nothing = torch.zeros((), device=mesh.device)
+    bad = ~torch.stack([nothing, *(norm.to(nothing) for norm in norms)])[1:].isfinite()
+    if not mesh.sum_over(bad.sum().float(), *AXES).item():
         return []
+    mine = [name for name, is_bad in zip(parts, bad.tolist(), strict=True) if is_bad]
     return sorted({name for names in gathered_objects(mine) for name in names})
