@@ -11,7 +11,7 @@ from tests.runs import ROOT, flags, metrics, run_alone, train, training_steps, w
 EXPERTS = """--num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-router-score-function sigmoid
     --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-layer-freq ([0]+[1]*3)
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"""
-SPLIT = "--pipeline-model-parallel-size 2 --save-interval 3"
+SPLIT = "--pipeline-model-parallel-size 2"
 
 
 @pytest.fixture(scope="module")

@@ -105,8 +105,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.chosen, self.num_experts = sizes.chosen, sizes.experts
         self.router = nn.Linear(sizes.hidden, sizes.experts, bias=False)
-        shapes = {"gate_proj": (sizes.hidden, sizes.ffn), "up_proj": (sizes.hidden, sizes.ffn)}
-        shapes["down_proj"] = (sizes.ffn, sizes.hidden)
+        up, down = (sizes.hidden, sizes.ffn), (sizes.ffn, sizes.hidden)
+        shapes = {"gate_proj": up, "up_proj": up, "down_proj": down}
         self.experts = nn.ModuleDict({name: GroupedWeight(sizes.experts, *shapes[name]) for name in shapes})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

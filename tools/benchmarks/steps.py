@@ -148,12 +148,17 @@ def weigh_table(contest: Contest) -> Table:
     return Table(f"Peak bytes: {contest.title}", rows, facts)
 
 
+def peers(options: Options, builds: Mapping[str, Callable[[Job], Step]]) -> dict[str, Entry]:
+    """transformers' models as contestants, none unless --peers asks for them and the package is there."""
+    asked = options.peers and importlib.util.find_spec("transformers")
+    return {name: Entry(build) for name, build in builds.items()} if asked else {}
+
+
 def step(options: Options) -> list[Table]:
     """One process: a training step against a bare PyTorch loop, and transformers' model."""
     sizes, threads = (QUICK, 1) if options.quick else (Sizes(), 2)
     entries = {BARE: Entry(scripts.bare), "ours": Entry(our_step, {BARE: 0.97, LLAMA: 1.0})}
-    if options.peers and importlib.util.find_spec("transformers"):
-        entries[LLAMA] = Entry(scripts.transformers_llama)
+    entries |= peers(options, {LLAMA: scripts.transformers_llama})
     shape = f"{sizes.micro_batch} x {sizes.seq_length} tokens, fp32"
     return [
         race_table(
@@ -171,9 +176,10 @@ def experts(options: Options) -> list[Table]:
         BARE: Entry(scripts.bare),
         "ours": Entry(our_step, {BARE: 0.97, MIXTRAL: 1.0, MIXTRAL_EAGER: 1.0}),
     }
-    if options.peers and importlib.util.find_spec("transformers"):
-        entries[MIXTRAL] = Entry(partial(scripts.transformers_mixtral, experts="grouped_mm"))
-        entries[MIXTRAL_EAGER] = Entry(partial(scripts.transformers_mixtral, experts="eager"))
+    forms = {MIXTRAL: "grouped_mm", MIXTRAL_EAGER: "eager"}
+    entries |= peers(
+        options, {name: partial(scripts.transformers_mixtral, experts=form) for name, form in forms.items()}
+    )
     title = f"experts: one process, {sizes.experts} experts, {sizes.chosen} of a token"
     timed_contest = Contest(title, sizes, entries, threads=1 if options.quick else 2)
     held = {BARE: entries[BARE], "ours": Entry(our_step, {BARE: 1.0})}
