@@ -184,8 +184,9 @@ class Comparison:
         """A better split of the layers."""
         config = self.trace.config
         costs = model_costs(config.model, config.data.seq_length)
-        head_blocks = costs.head.flops * len(costs.layers) / sum(layer.flops for layer in costs.layers)
-        return propose(*self.sizes, self.measured, self.counts, head_blocks)
+        mean = sum(layer.flops for layer in costs.layers) / len(costs.layers)
+        weights = [layer.flops / mean for layer in costs.layers]
+        return propose(*self.sizes, self.measured, self.counts, costs.head.flops / mean, weights)
 
 
 def describe_trace(comparison: Comparison) -> str:
@@ -215,7 +216,7 @@ def describe_trace(comparison: Comparison) -> str:
 def describe_proposal(proposal: Proposal, comparison: Comparison) -> str:
     """The flag to paste, what it is expected to bring, and what it costs in activations."""
     parts = (
-        f"estimated: one layer {1000 * proposal.block:.2f} ms a microbatch, embedding "
+        f"estimated: a mean layer {1000 * proposal.block:.2f} ms a microbatch, embedding "
         f"{1000 * proposal.embedding:.2f} ms, head {1000 * proposal.head:.2f} ms"
     )
     if proposal.gain < LEAST_GAIN:

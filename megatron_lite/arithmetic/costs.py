@@ -3,8 +3,9 @@
 The one place where the model's size is written as a formula: the pipeline split balances by it, arithmetic/flops.py
 adds it up for the throughput in the log, tools/plan.py predicts memory and time from it. Imports no torch.
 
-Symbols: H hidden, q = heads * head width, kv = key/value heads * head width, F feed-forward width, V padded
-vocabulary, S sequence length; m = 3 matrices in a SwiGLU MLP, else 2.
+Symbols: H hidden, q = heads * head width, kv = key/value heads * head width, F feed-forward width (of one expert where
+there are some), V padded vocabulary, S sequence length, E experts of which a token takes K; m = 3 matrices in a SwiGLU
+MLP, else 2.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,21 @@ class ComponentCost:
     """What one component stores and computes.
 
     `parameters` counts scalars; `flops` counts forward and backward of one sequence of S tokens (backward is twice
-    the forward; recomputed work is not counted). `split`: of the parameters, those that tensor ranks share; the
-    others lie whole on each of them.
+    the forward; recomputed work is not counted). Of the parameters, `split` are those that tensor ranks share, where
+    the others lie whole on each of them; `experts` those of experts that tokens are routed to; `idle` those of them
+    that one token does not take.
     """
 
     parameters: int
     flops: int
     split: int = 0
+    experts: int = 0
+    idle: int = 0
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token takes: router, K experts, shared expert and all else."""
+        return self.parameters - self.idle
 
     def on_tensor_rank(self, tensor_size: int) -> float:
         """Parameters of one of so many tensor ranks."""
@@ -54,6 +63,11 @@ class ModelCosts:
         return sum(part.parameters for part in (self.embedding, *self.layers, self.head))
 
     @property
+    def active(self) -> int:
+        """Of them, those that one token takes; embedding and head count whole, as in published figures with both."""
+        return sum(part.active for part in (self.embedding, *self.layers, self.head))
+
+    @property
     def flops(self) -> int:
         """Forward and backward FLOPs of the whole model for one sequence."""
         return sum(part.flops for part in (self.embedding, *self.layers, self.head))
@@ -64,7 +78,8 @@ def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
     """Costs of each component of `model` for sequences of `seq_length` tokens.
 
     FLOPs follow Megatron's count: 6 per weight and token in the matrix products, 6 S^2 q per layer for causal
-    attention (scores and values, the masked half not counted); embedding look-up, norms and activations are free.
+    attention (scores and values, the masked half not counted); of a mixture K experts and the shared one. Embedding
+    look-up, norms, activations, the router and the shared expert's gate (6 S H (E + 1)) are free.
 
     The padded vocabulary has to be known (`model.padded_vocab_size`).
     """
@@ -72,9 +87,11 @@ def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
     hidden, vocabulary = model.hidden_size, model.padded_vocab_size
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     tied = not model.untie_embeddings_and_output_weights
+    mixtures = [model.has_experts(number) for number in range(model.num_layers)]
+    kinds = {mixture: _layer_cost(model, seq_length, mixture) for mixture in set(mixtures)}
     return ModelCosts(
         embedding=ComponentCost((vocabulary + positions) * hidden, flops=0, split=vocabulary * hidden),
-        layers=(_layer_cost(model, seq_length),) * model.num_layers,
+        layers=tuple(kinds[mixture] for mixture in mixtures),
         head=ComponentCost(
             parameters=_norm_parameters(model, hidden) + (0 if tied else vocabulary * hidden),
             flops=6 * seq_length * hidden * vocabulary,
@@ -84,44 +101,75 @@ def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
     )
 
 
-def _layer_cost(model: ModelConfig, seq_length: int) -> ComponentCost:
-    query, matrices = model.num_attention_heads * model.kv_channels, block_matrix_parameters(model)
+def _layer_cost(model: ModelConfig, seq_length: int, mixture: bool) -> ComponentCost:
+    query = model.num_attention_heads * model.kv_channels
+    experts, one = (model.num_experts, expert_parameters(model)) if mixture else (0, 0)
+    whole = block_matrix_parameters(model, mixture)
+    split = whole - experts * expert_matrix_parameters(model) + _column_biases(model, mixture)
     return ComponentCost(
-        parameters=matrices + _block_vector_parameters(model),
-        flops=6 * seq_length * matrices + 6 * seq_length**2 * query,
-        split=matrices + _column_biases(model),
+        parameters=split + experts * one + _whole_parameters(model, mixture),
+        flops=6 * seq_length * block_matrix_parameters(model, mixture, active=True)
+        + 6 * seq_length**2 * query,
+        split=split,
+        experts=experts * one,
+        idle=(experts - model.moe_router_topk) * one if mixture else 0,
     )
 
 
-def block_matrix_parameters(model: ModelConfig) -> int:
-    """Weights of the matrix products of one layer: attention's four projections and the MLP's two or three."""
+def block_matrix_parameters(model: ModelConfig, mixture: bool = False, active: bool = False) -> int:
+    """Weights of the matrix products of one layer: attention's four projections and the MLP's or the experts'.
+
+    Args:
+        mixture: of a layer with experts; its router and the shared expert's gate are not among them.
+        active: of the experts only the K that a token takes.
+    """
     query = model.num_attention_heads * model.kv_channels
     key_value = model.num_query_groups * model.kv_channels
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
-    return attention + mlp_matrix_parameters(model)
+    return attention + mlp_matrix_parameters(model, mixture, active)
 
 
-def mlp_matrix_parameters(model: ModelConfig) -> int:
-    """Weights of one layer's MLP."""
-    return model.mlp_activation.num_matrices * model.hidden_size * model.ffn_hidden_size
+def mlp_matrix_parameters(model: ModelConfig, mixture: bool = False, active: bool = False) -> int:
+    """Weights of one layer's MLP, or of its experts and shared expert; arguments as in block_matrix_parameters."""
+    width = model.moe_shared_expert_intermediate_size or 0 if mixture else model.ffn_hidden_size
+    common = model.mlp_activation.num_matrices * model.hidden_size * width
+    if not mixture:
+        return common
+    return common + (model.moe_router_topk if active else model.num_experts) * expert_matrix_parameters(model)
+
+
+def expert_matrix_parameters(model: ModelConfig) -> int:
+    """Weights of one expert; 0 in a dense model."""
+    return model.expert_activation.num_matrices * model.hidden_size * (model.moe_ffn_hidden_size or 0)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Weights and biases of one expert."""
+    width = model.expert_activation.num_inputs * model.moe_ffn_hidden_size + model.hidden_size
+    return expert_matrix_parameters(model) + (0 if model.disable_bias_linear else width)
 
 
 def _norm_parameters(model: ModelConfig, width: int) -> int:
     return width * (2 if model.normalization == "LayerNorm" else 1)
 
 
-def _block_vector_parameters(model: ModelConfig) -> int:
-    count = 2 * _norm_parameters(model, model.hidden_size) + _column_biases(model)
+def _whole_parameters(model: ModelConfig, mixture: bool) -> int:
+    """Parameters of a layer that lie whole on each tensor rank, experts apart: norms, output biases, the router."""
+    count = 2 * _norm_parameters(model, model.hidden_size)
     if model.qk_layernorm:
         count += 2 * _norm_parameters(model, model.kv_channels)
-    return count + (0 if model.disable_bias_linear else 2 * model.hidden_size)
+    if mixture:
+        count += model.hidden_size * (model.num_experts + model.moe_shared_expert_gate)
+    if model.disable_bias_linear:
+        return count
+    return count + model.hidden_size + (model.num_experts if mixture else model.hidden_size)
 
 
-def _column_biases(model: ModelConfig) -> int:
+def _column_biases(model: ModelConfig, mixture: bool) -> int:
     """Biases of the projections into heads and feed-forward, which tensor ranks split as they do the weights."""
     count = 0
     if model.add_qkv_bias or not model.disable_bias_linear:
         count += (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-    if not model.disable_bias_linear:
+    if not model.disable_bias_linear and not mixture:
         count += model.mlp_activation.num_inputs * model.ffn_hidden_size
     return count

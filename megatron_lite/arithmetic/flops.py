@@ -41,7 +41,8 @@ def flops_per_step(config: Config, global_batch_size: int) -> int:
     """Forward and backward FLOPs of one optimizer step over the whole model and batch, as Megatron counts them.
 
     6 B S (L (h (q + 2 kv) + q h + m h ffn) + h V) + 6 B S^2 L q: recomputed work is not counted, so the throughput
-    made from it is of the model, not of the hardware. The padded vocabulary has to be known.
+    made from it is of the model, not of the hardware. In a mixture ffn is the K experts' and the shared one's together;
+    the router is not counted. The padded vocabulary has to be known.
     """
     return global_batch_size * model_costs(config.model, config.data.seq_length).flops
 

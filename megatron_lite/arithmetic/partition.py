@@ -4,8 +4,10 @@ A stage is a position in the whole pipeline, a chunk is a stage on one rank. The
 r, r + pp, r + 2 pp, ...; zbv and dualpipev fold the pipeline into a V: rank r owns stages r and 2 pp - 1 - r.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from megatron_lite.arithmetic.costs import ComponentCost, ModelCosts, model_costs
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
@@ -155,9 +157,10 @@ def _counts_balanced(
 ) -> list[int]:
     """Layers per stage: one at a time to the rank that has least, there to the stage that has least.
 
-    Layers count as their mean and what a rank starts with is fixed, so taking them one at a time gives the smallest
+    Where layers cost the same, what a rank starts with is fixed, so taking them one at a time gives the smallest
     possible maximum. The rank goes before the stage: in steady state a rank's period is the sum of its stages, and
     the simulator finds such splits up to 7% faster. A stage without embedding and head never ends without a layer.
+    Dense layers and mixtures differ: there this is the start of `_counts_evened`.
     """
     stages = len(ranks)
     layer = sum(cost.flops for cost in costs.layers) / len(costs.layers)
@@ -188,7 +191,46 @@ def _counts_balanced(
         compute[stage] += layer
         rank_compute[ranks[stage]] += layer
         rank_memory[ranks[stage]] += layer_parameters
-    return counts
+    return counts if len(set(costs.layers)) == 1 else _counts_evened(counts, ranks, costs)
+
+
+def _counts_evened(counts: list[int], ranks: tuple[int, ...], costs: ModelCosts) -> list[int]:
+    """The counts after single layers have moved from the busiest rank's stages, all layers between shifting by one.
+
+    As long as its compute, then the sum of squares over ranks, then over stages falls. With one stage a rank that ends
+    at the smallest possible maximum in every case tried against all splits; with several within 1% of it on average.
+    """
+    before = (0, *accumulate(cost.flops for cost in costs.layers))
+
+    def loads(counts: Sequence[int]) -> tuple[dict[int, float], list[float]]:
+        """Compute of each rank, and of each stage."""
+        ends = list(accumulate(counts))
+        stages = [before[end] - before[end - count] for end, count in zip(ends, counts)]
+        stages[0] += costs.embedding.flops
+        stages[-1] += costs.head.flops
+        of_rank = dict.fromkeys(ranks, 0.0)
+        for rank, load in zip(ranks, stages):
+            of_rank[rank] += load
+        return of_rank, stages
+
+    def order(counts: Sequence[int]) -> tuple[float, float, float]:
+        of_rank, stages = loads(counts)
+        squares = (sum(load**2 for load in these) for these in (of_rank.values(), stages))
+        return max(of_rank.values()), *squares
+
+    while True:
+        of_rank, _ = loads(counts)
+        busiest = max(of_rank, key=of_rank.__getitem__)
+        moved = [
+            [count - (stage == source) + (stage == target) for stage, count in enumerate(counts)]
+            for source, rank in enumerate(ranks)
+            for target in range(len(ranks))
+            if rank == busiest and counts[source] > 1 and source != target
+        ]
+        best = min(moved, key=order, default=counts)
+        if order(best) >= order(counts):
+            return counts
+        counts = best
 
 
 def _counts_first_last(

@@ -5,7 +5,7 @@ all-gathered twice a microbatch; gradients that are reduced with each are sent o
 both are sent once a step, and cost a rank all of its stages' weights and gradients.
 """
 
-from megatron_lite.arithmetic.costs import block_matrix_parameters
+from megatron_lite.arithmetic.costs import block_matrix_parameters, expert_matrix_parameters
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.pipeline_schedule import SPLIT_BACKWARD_SCHEDULES
 from megatron_lite.config import Config
@@ -54,8 +54,17 @@ def keeps_whole(config: Config) -> bool:
     half = precision.bf16 or precision.fp16
     width = (2 if half else 4) + (2 if precision.grad_reduce_in_bf16 else 4)
     layers = -(-model.num_layers // parallel.pipeline_model_parallel_size)
-    parameters = layers * block_matrix_parameters(model) / parallel.tensor_model_parallel_size
-    return width * parameters <= WHOLE_BYTES
+    kinds = [model.has_experts(number) for number in range(model.num_layers)]
+    mean = sum(matrices_on_rank(config, mixture) for mixture in kinds) / model.num_layers
+    return width * layers * mean <= WHOLE_BYTES
+
+
+def matrices_on_rank(config: Config, mixture: bool) -> float:
+    """Weights of a layer's matrix products on a tensor rank before FSDP shards them: each expert is whole on one."""
+    model, parallel = config.model, config.parallel
+    experts = model.num_experts * expert_matrix_parameters(model) if mixture else 0
+    others = block_matrix_parameters(model, mixture) - experts
+    return others / parallel.tensor_model_parallel_size + experts / parallel.expert_model_parallel_size
 
 
 def uneven_cut(config: Config, tensor: int, context: int, sequence_parallel: bool) -> str | None:

@@ -1,14 +1,15 @@
 """A better split of the layers over pipeline stages, from what the stages of a real run took. Imports no torch.
 
 A stage's time is measured whole. What one layer takes is estimated from the stages between the first and the last,
-which hold nothing else; a stage that gets layers or loses some then takes that much more or less, and the schedule is
-simulated with the new times.
+which hold nothing else, dense layers and mixtures in the ratio of their counted FLOPs; a stage that gets layers or
+loses some then takes that much more or less, and the schedule is simulated with the new times.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
+from megatron_lite.arithmetic.costs import ComponentCost
 from megatron_lite.arithmetic.partition import plan_stages, unit_costs
 from megatron_lite.arithmetic.pipeline_schedule import Schedule, build_schedule, placement_of, simulate
 from megatron_lite.planning.trace import MeasuredTimes
@@ -26,8 +27,8 @@ _LEAST_GAIN = 1e-3
 class Proposal:
     """Layers per stage as they were and as proposed, and the seconds of one pass with both, simulated.
 
-    block, embedding, head: seconds of one microbatch, forward and backward, of one layer, and of what the first and
-    the last stage hold besides their layers.
+    block, embedding, head: seconds of one microbatch, forward and backward, of a mean layer, and of what the first
+    and the last stage hold besides their layers.
     """
 
     before: Counts
@@ -52,17 +53,21 @@ def propose(
     measured: MeasuredTimes,
     counts: Sequence[int],
     head_blocks: float,
+    weights: Sequence[float] | None = None,
 ) -> Proposal:
     """The split with the shortest pass that moving single layers finds, from the present and a balanced one.
 
     Args:
         counts: layers of each stage in the measured run.
         head_blocks: the head's work in layers' work by count, for the case that the times alone cannot tell them apart.
+        weights: each layer's work as a multiple of the mean; default 1.
     """
     counts, placement = tuple(counts), placement_of(schedule_name)
     schedule = build_schedule(schedule_name, pipeline_size, microbatches, chunks)
-    split = SplitTimes(measured, counts, head_blocks)
-    costs = unit_costs(split.block, split.embedding, split.head)
+    weights = tuple(weights or (1.0,) * sum(counts))
+    split = SplitTimes(measured, counts, head_blocks, weights)
+    layers = tuple(ComponentCost(1, split.block * weight) for weight in weights)
+    costs = replace(unit_costs(0.0, split.embedding, split.head), layers=layers)
     balanced = plan_stages(sum(counts), pipeline_size, chunks, placement, costs=costs)
     ends = [counts, tuple(len(plan.layers) for plan in balanced)]
     seconds, left = {}, max(2, MOST_ACTIONS // sum(map(len, schedule)))  # the two ends at least
@@ -108,20 +113,31 @@ def _neighbours(counts: Counts, times: MeasuredTimes, schedule: Schedule) -> lis
 class SplitTimes:
     """The measured times, carried over to other splits of the same layers."""
 
-    def __init__(self, measured: MeasuredTimes, counts: Sequence[int], head_blocks: float) -> None:
-        self._measured, self._counts = measured, tuple(counts)
+    def __init__(
+        self,
+        measured: MeasuredTimes,
+        counts: Sequence[int],
+        head_blocks: float,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self._before = (0.0, *accumulate(weights or (1.0,) * sum(counts)))
+        self._measured, self._work = measured, self._work_of(counts)
         kinds = sorted({kind for kind, _ in measured.seconds})
         self._blocks = {}
         for kind in kinds:
             found = {stage: s for (k, stage), s in measured.seconds.items() if k == kind}
             if kind in "IW":
                 found.pop(0, None)  # torch leaves all of stage 0's backward to W: see `times`
-            self._blocks[kind] = block_seconds(self._counts, found, head_blocks)
+            self._blocks[kind] = block_seconds(self._work, found, head_blocks)
         backward = [kind for kind in ("I", "W") if kind in kinds] or ["B"]
         self.block = sum(self._blocks[kind] for kind in ["F", *backward])
-        last = len(self._counts) - 1
-        self.embedding = max(0.0, measured.of_stage(0) - self._counts[0] * self.block)
-        self.head = max(0.0, measured.of_stage(last) - self._counts[last] * self.block)
+        self.embedding = max(0.0, measured.of_stage(0) - self._work[0] * self.block)
+        self.head = max(0.0, measured.of_stage(len(counts) - 1) - self._work[-1] * self.block)
+
+    def _work_of(self, counts: Sequence[int]) -> tuple[float, ...]:
+        """Work of each stage, in mean layers."""
+        ends = tuple(accumulate(counts))
+        return tuple(self._before[end] - self._before[end - count] for end, count in zip(ends, counts))
 
     def times(self, counts: Sequence[int]) -> MeasuredTimes:
         """With `counts` layers per stage: a layer more or less on a stage is one block's time more or less.
@@ -129,35 +145,36 @@ class SplitTimes:
         Stage 0's input gradient stays as measured, next to nothing: torch computes no gradient of its input, and the
         whole backward in W.
         """
-        seconds = {}
+        seconds, work = {}, self._work_of(counts)
         for (kind, stage), measured in self._measured.seconds.items():
             block = self._blocks[kind]
             if stage == 0 and kind in "IW":
                 block = self._blocks["I"] + self._blocks["W"] if kind == "W" else 0.0
-            seconds[kind, stage] = max(0.0, measured + (counts[stage] - self._counts[stage]) * block)
+            seconds[kind, stage] = max(0.0, measured + (work[stage] - self._work[stage]) * block)
         return MeasuredTimes(seconds)
 
 
-def block_seconds(counts: Sequence[int], seconds: dict[int, float], head_blocks: float) -> float:
-    """What one layer takes: least squares of seconds = layers x block over the stages that hold layers only.
+def block_seconds(work: Sequence[float], seconds: dict[int, float], head_blocks: float) -> float:
+    """What a mean layer takes: least squares of seconds = work x block over the stages that hold layers only.
 
     The first and the last stage may take longer, for embedding and head, but not shorter: one that does is taken into
     the fit, as one without embedding or head. Of two stages the first is taken as layers only (an embedding is a
     look-up), and where the layers all lie on the last one, the head counts as `head_blocks` layers.
 
     Args:
+        work: of each stage's layers, in mean layers.
         seconds: stage -> seconds of one kind of action.
     """
-    ends = {0, len(counts) - 1}
-    fitted = {stage for stage in seconds if stage not in ends and counts[stage]}
-    if not fitted and counts[0] and 0 in seconds:
+    ends = {0, len(work) - 1}
+    fitted = {stage for stage in seconds if stage not in ends and work[stage]}
+    if not fitted and work[0] and 0 in seconds:
         fitted = {0}
     if not fitted:
-        last = len(counts) - 1
-        return seconds[last] / (counts[last] + head_blocks)
+        last = len(work) - 1
+        return seconds[last] / (work[last] + head_blocks)
     while True:
-        block = sum(counts[s] * seconds[s] for s in fitted) / sum(counts[s] ** 2 for s in fitted)
-        short = {s for s in ends & set(seconds) if counts[s] and seconds[s] < counts[s] * block}
+        block = sum(work[s] * seconds[s] for s in fitted) / sum(work[s] ** 2 for s in fitted)
+        short = {s for s in ends & set(seconds) if work[s] and seconds[s] < work[s] * block}
         if short <= fitted:
             return block
         fitted |= short

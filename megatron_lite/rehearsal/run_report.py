@@ -25,7 +25,7 @@ from megatron_lite.arithmetic.pipeline_schedule import (
     simulate,
 )
 from megatron_lite.arithmetic.vocabulary import KNOWN_VOCABULARIES, known_vocabulary, with_vocabulary
-from megatron_lite.config import Config
+from megatron_lite.config import Config, ModelConfig
 
 # fp32 weight, gradient, and Adam's two averages (sgd and muon keep less).
 _BYTES_PER_PARAMETER = 16
@@ -62,7 +62,7 @@ def start_banner(config: Config, plans: list[StagePlan]) -> str:
     interval = f"every {save.save_interval:,} steps and " if save.save_interval else ""
     return "\n".join(
         (
-            f"model: {costs.parameters:,} parameters, {model.num_layers} layers of "
+            f"model: {costs.parameters:,} parameters{_active(costs)}, {model.num_layers} layers of "
             f"{model.hidden_size}, vocabulary {model.padded_vocab_size:,}, {config.data.seq_length:,} tokens a sample",
             f"layout: {parallel.world_size:,} ranks: {_axes(config)}; {_schedule(config)}",
             describe(plans, costs),
@@ -102,19 +102,52 @@ def _model(config: Config, costs: ModelCosts, vocabulary: str) -> str:
     heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} key/value)"
-    activation = model.activation_name.replace("_", " ")
     total, embedding = costs.parameters, costs.embedding.parameters
     head = 0 if costs.shared_parameters else model.padded_vocab_size * model.hidden_size
     tied = "tied" if costs.shared_parameters else f"{head:,}"
     return "\n".join(
         (
             "Model",
-            f"  shape        {model.num_layers} layers, hidden {model.hidden_size}, {heads}, MLP "
-            f"{model.ffn_hidden_size} ({activation}), {model.normalization}, positions {model.position_embedding_type}",
+            f"  shape        {model.num_layers} layers, hidden {model.hidden_size}, {heads}, {_mlp(model)}, "
+            f"{model.normalization}, positions {model.position_embedding_type}",
             f"  vocabulary   {vocabulary}",
-            f"  parameters   {total:,} = embedding {embedding:,} + blocks {model.num_layers} x "
-            f"{costs.layers[0].parameters:,} + final norm {costs.head.parameters - head:,} + head {tied}",
+            f"  parameters   {total:,}{_active(costs)} = embedding {embedding:,} + {_blocks(costs)} + final norm "
+            f"{costs.head.parameters - head:,} + head {tied}",
         )
+    )
+
+
+def _mlp(model: ModelConfig) -> str:
+    """What a layer has behind its attention, in words."""
+    activation = f"({model.activation_name.replace('_', ' ')})"
+    mixtures = sum(map(model.has_experts, range(model.num_layers)))
+    parts = [f"MLP {model.ffn_hidden_size} {activation}"] if mixtures < model.num_layers else []
+    if mixtures:
+        parts.append(
+            f"{model.num_experts} experts of {model.moe_ffn_hidden_size} {activation}, {model.moe_router_topk} a token"
+        )
+        shared = model.moe_shared_expert_intermediate_size
+        parts += [f"shared expert of {shared}"] if shared else []
+    return ", ".join(parts)
+
+
+def _active(costs: ModelCosts) -> str:
+    return "" if costs.active == costs.parameters else f" ({costs.active:,} active)"
+
+
+def _blocks(costs: ModelCosts) -> str:
+    """'blocks 32 x 218,112,000', dense ones and mixtures apart, of one of these also what is active."""
+    kinds = [
+        (name, [layer for layer in costs.layers if bool(layer.experts) == mixture])
+        for name, mixture in (("dense blocks", False), ("mixtures", True))
+    ]
+    there = [(name, layers) for name, layers in kinds if layers]
+    if there[0][1] == list(costs.layers) and not costs.layers[0].experts:
+        there = [("blocks", costs.layers)]
+    return " + ".join(
+        f"{name} {len(layers)} x {layers[0].parameters:,}"
+        + (f" ({layers[0].active:,} active)" if layers[0].idle else "")
+        for name, layers in there
     )
 
 

@@ -109,6 +109,49 @@ def test_the_largest_stage_is_as_small_as_any_split_allows(num_layers, pp, embed
     assert largest(found) == pytest.approx(best)
 
 
+def uneven(works, embedding, head):
+    """Costs of layers that differ, as dense layers and mixtures do."""
+    return replace(
+        unit_costs(embedding=embedding, head=head), layers=tuple(ComponentCost(1, work) for work in works)
+    )
+
+
+@given(
+    st.lists(st.sampled_from([1, 3]), min_size=2, max_size=10),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.integers(0, 6),
+)
+@settings(max_examples=200)
+def test_layers_that_differ_are_weighed_one_by_one(works, pp, embedding, head):
+    """Against every possible split: the busiest of the ranks, one stage each, has as little as any split allows."""
+    if len(works) < pp:
+        return
+    costs = uneven(works, embedding, head)
+
+    def largest(split):
+        ends = itertools.accumulate(split)
+        loads = [sum(works[end - count : end]) for end, count in zip(ends, split)]
+        loads[0] += embedding
+        loads[-1] += head
+        return max(loads)
+
+    every = itertools.combinations(range(1, len(works)), pp - 1)
+    best = min(largest([b - a for a, b in itertools.pairwise((0, *cuts, len(works)))]) for cuts in every)
+    assert largest(counts(len(works), pp, costs=costs)) == best
+
+
+def test_a_stage_of_dense_layers_takes_more_of_them():
+    """By hand: three dense layers of a third of a mixture's work, as in DeepSeek-V3, count as one."""
+    costs = uneven([1] * 3 + [3] * 15, 0, 0)
+    assert counts(18, 4, costs=costs) == [6, 4, 4, 4]
+    assert sorted(counts(18, 4, costs=uneven([3, 1] * 9, 0, 0))) == [4, 4, 5, 5]
+    # Two chunks a rank: 48 units over four ranks, 12 on each.
+    plans = plan_stages(18, 4, 2, costs=costs)
+    loads = [sum(stage_compute(plan, costs) for plan in stages_of_rank(plans, rank)) for rank in range(4)]
+    assert loads == [12] * 4
+
+
 def test_rank_placement():
     assert [rank_of_stage(stage, 3) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [rank_of_stage(stage, 3, "v") for stage in range(6)] == [0, 1, 2, 2, 1, 0]

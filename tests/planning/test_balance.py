@@ -107,6 +107,23 @@ def test_other_splits_take_a_layer_s_time_more_or_less():
     assert (split.block, split.embedding, split.head) == pytest.approx((3.0, 1.5, 12.0))
 
 
+def test_dense_layers_and_mixtures_are_told_apart_by_their_counted_work():
+    """Four layers of 0.5 before eight of 1.25 on stages of 4: 2, 5, 5 units; 6, 3, 3 have 4.5, 3.75, 3.75."""
+    weights, counts = (0.5,) * 4 + (1.25,) * 8, (4, 4, 4)
+    seconds = {
+        (kind, stage): whole * work
+        for kind, whole in (("F", 1.0), ("B", 2.0))
+        for stage, work in enumerate((2.0, 5.0, 5.0))
+    }
+    split = SplitTimes(MeasuredTimes(seconds), counts, 1.0, weights)
+    assert (split.block, split.embedding, split.head) == pytest.approx((3.0, 0.0, 0.0))
+    found = propose("1f1b", 3, 12, 1, MeasuredTimes(seconds), counts, 1.0, weights)
+    assert found.after == (6, 3, 3)
+    assert [split.times(found.after).seconds["F", stage] for stage in range(3)] == pytest.approx(
+        [4.5, 3.75, 3.75]
+    )
+
+
 def test_a_slow_rank_gives_layers_away():
     """Stage 1's device takes half as long again: its base is kept, and it is relieved."""
     counts = (4, 4, 4, 4)

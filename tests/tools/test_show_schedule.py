@@ -140,7 +140,7 @@ def test_a_trace_names_the_slowest_stage_and_proposes_a_flag_that_is_faster():
     text = describe_trace(Comparison(trace))
     assert f"measured, step 5                        {1100 * timeline.seconds:10.2f} ms" in text
     assert "slowest: stage 3 on rank 3 (layers 6-7, head), 2.00 times the mean stage" in text
-    assert "one layer 33.00 ms a microbatch, embedding 0.00 ms, head 132.00 ms" in text
+    assert "a mean layer 33.00 ms a microbatch, embedding 0.00 ms, head 132.00 ms" in text
     flag = next(line for line in text.splitlines() if "--pipeline-model-parallel-layout" in line)
     config = parse_arguments([*FLAGS, *shlex.split(flag)], Environment())
     counts = parse_layout(config.parallel.pipeline_model_parallel_layout)
