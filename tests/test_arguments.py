@@ -15,6 +15,7 @@ from megatron_lite.arguments.parse import build_parser, parse_arguments, parse_o
 from megatron_lite.config import CONCERNS, Config, ConfigError
 from megatron_lite.config.declare import flag_of
 from megatron_lite.distributed.environment import Environment
+from tests.pairs import write_documents
 
 ROOT = Path(__file__).parents[1]
 FROZEN = Path(__file__).parent / "golden" / "flags.txt"
@@ -250,6 +251,25 @@ def test_paths_that_are_not_there(tmp_path):
     assert many.endswith("and 2 more")
     planned = config_of(f"--check --data-path {tmp_path}/gone", base=base)
     assert any(f"{tmp_path}/gone.idx" in note for note in planned.notes)
+
+
+def test_check_finds_data_that_was_cut(tmp_path, capsys):
+    prefix = write_documents(tmp_path / "cut", [[1, 2, 3]] * 4)
+    argv = [*BASE.replace("--mock-data", "").split(), "--check", "--data-path", prefix]
+    with pytest.raises(SystemExit) as leave:
+        parse_or_exit(argv, Environment(), describe=lambda config: "as wanted")
+    assert leave.value.code == 0 and capsys.readouterr().out == "as wanted\n"
+    for end, wrong in (
+        (".idx", "file size is 114 bytes, wanted 122"),
+        (".bin", "file size is 20 bytes, wanted 24"),
+    ):
+        whole = Path(prefix + end).read_bytes()
+        Path(prefix + end).write_bytes(whole[: -8 if end == ".idx" else -4])
+        with pytest.raises(SystemExit) as leave:
+            parse_or_exit(argv, Environment(), describe=lambda config: "as wanted")
+        error = capsys.readouterr().err
+        assert leave.value.code == 2 and f"{prefix}{end}: {wrong}" in error and error.count("\n") == 1, error
+        Path(prefix + end).write_bytes(whole)
 
 
 def test_an_error_leaves_with_code_2_and_is_printed_once(capsys, monkeypatch):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, DataConfig
 from megatron_lite.config.declare import flag_name
-from megatron_lite.data.blends import DataPlan, check_trains, data_flags, plan_data
+from megatron_lite.data.blends import Blend, DataPlan, check_trains, data_flags, plan_data
+from megatron_lite.data.indexed_dataset import IndexedDataset
 
 
 def check_not_empty(config: Config) -> None:
@@ -45,15 +46,27 @@ def _plan_of_what_is_here(data: DataConfig) -> DataPlan | None:
     return plan_data(data) if there else None
 
 
+def _blends_that_are_here(data: DataConfig) -> list[Blend]:
+    plan = None if data.mock_data else _plan_of_what_is_here(data)
+    blends = {blend for sets in plan.sets.values() for blend in sets.values()} if plan is not None else ()
+    return sorted(blends, key=lambda blend: blend.flag)
+
+
+def check_pairs(config: Config) -> None:
+    """For --check: refuse .bin and .idx files on this machine that are not of the sizes their headers say."""
+    for blend in _blends_that_are_here(config.data):
+        for prefix in blend.prefixes:
+            if all(Path(f"{prefix}.{end}").is_file() for end in ("idx", "bin")):
+                IndexedDataset(prefix, trusted=True)
+
+
 def missing_files(config: Config) -> list[str]:
     """Files and folders that the flags name and that are not there, each with its flag."""
-    data, missing = config.data, []
-    plan = _plan_of_what_is_here(data)
-    blends = {blend for sets in plan.sets.values() for blend in sets.values()} if plan is not None else ()
-    for blend in sorted(blends, key=lambda blend: blend.flag):
-        if " " in blend.flag or data.mock_data:  # named in a file, or none
-            continue
-        for prefix in blend.prefixes:
+    missing = []
+    for blend in _blends_that_are_here(config.data):
+        for prefix in (
+            blend.prefixes if " " not in blend.flag else ()
+        ):  # those in a file are looked at when opened
             files = [prefix + end for end in (".idx", ".bin") if not _exists(prefix + end)]
             end = Path(prefix).suffix
             hint = f" (leave out the ending {end})" if end in (".bin", ".idx") else ""

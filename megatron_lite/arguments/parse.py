@@ -92,15 +92,17 @@ def parse_or_exit(
 ) -> Config:
     """`parse_arguments`, or the error on stderr once (rank 0 of the run) and exit code 2.
 
-    check_folders is called with --check; a run asks later, when it knows whether torchrun started it again. With
-    --check what `describe` says is printed, and the program ends.
+    With --check the data's headers are read and check_folders is called, which a run does later, when it knows whether
+    torchrun started it again; what `describe` says is printed, and the program ends.
     """
     if {"-h", "--help"} & set(argv):
         print_and_exit(build_parser().format_help() if environment.rank == 0 else "")
     try:
         config = parse_arguments(argv, environment, read_stored)
-        if config.command.check and check_folders is not None:
-            check_folders(config.checkpoint)
+        if config.command.check:
+            input_checks.check_pairs(config)
+            if check_folders is not None:
+                check_folders(config.checkpoint)
     except ConfigError as error:
         exit_with_error(error, environment)
     if config.command.check and describe is not None:

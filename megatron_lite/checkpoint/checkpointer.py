@@ -67,7 +67,9 @@ class Checkpointer:
         self._overlap_copy = False
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._iteration = 0
+        # Of the newest save that did not fail, one that is being written included; `close` is sure.
+        self.saved_iteration: int | None = None
+        self._saved_before: int | None = None
         if config.checkpoint.save:
             self._storage = Storage(config.checkpoint.save)
             self._check_save_folder()
@@ -110,7 +112,7 @@ class Checkpointer:
         shards |= {f"{RANDOM_PREFIX}{self._me}.{key}": shard_of(value) for key, value in rank_state.items()}
         state = dict(train_state) | {"iteration": iteration, "layout": self._layout}
         files = state_files(self._config.to_dict(), state, self._tokenizer_files)
-        self._iteration = iteration
+        self._saved_before, self.saved_iteration = self.saved_iteration, iteration
         if not self._config.checkpoint.async_save:
             self._write(iteration, lambda: shards, files)
             return self._report()
@@ -270,7 +272,8 @@ class Checkpointer:
     def _report(self) -> bool:
         if self._failure is None:
             return True
-        text = f"checkpoint of iteration {self._iteration} was not saved in {self._storage.full()}: {self._failure}"
+        iteration, self.saved_iteration = self.saved_iteration, self._saved_before
+        text = f"checkpoint of iteration {iteration} was not saved in {self._storage.full()}: {self._failure}"
         if self._config.checkpoint.exit_on_save_failure:
             raise ConfigError(f"{text} (--exit-on-save-failure)")
         if self._ranks.rank == 0:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.distributed.environment import Environment, prepare_libraries
+from megatron_lite.files.command_line import RunError
 
 # How long a rank that failed second waits, so that torchrun stops it before it talks over the first error.
 SECONDARY_ERROR_DELAY_S = 10.0
@@ -252,17 +253,17 @@ def run_and_exit(main: Callable[[], int], environment: Environment) -> None:
     """Run main and end the process with its exit code; never returns.
 
     The exit skips the interpreter's teardown: gloo's threads can abort a finished process there, and a
-    finished job must not report failure. A ConfigError is one sentence and exit code 2; any other exception
-    is a traceback, exit code 1. Errors that only say that a peer is gone are held back for a while, so that
-    the first rank's own error is what is seen.
+    finished job must not report failure. A ConfigError is one sentence and exit code 2, a RunError one and exit
+    code 1; any other exception is a traceback, exit code 1. Errors that only say that a peer is gone are held
+    back for a while, so that the first rank's own error is what is seen.
     """
     try:
         code = main()
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         if environment.rank != 0:
             time.sleep(SECONDARY_ERROR_DELAY_S)
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:  # noqa: BLE001  every failure must end this process, or its peers hang

@@ -18,8 +18,8 @@ class Sink(Protocol):
         """Keep one record."""
         ...
 
-    def close(self) -> None:
-        """Flush and let go."""
+    def close(self, exit_code: int) -> None:
+        """Flush and let go; the run ends with this exit code."""
         ...
 
 
@@ -46,7 +46,7 @@ class BackgroundSink:
         """
         self.name = name
         self._build, self._say, self._abandon = build, say, abandon
-        self._waiting: SimpleQueue[tuple[Record, int] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[Record, int] | int] = SimpleQueue()
         # Each is written by one side only: the first three by training, the others by the thread.
         self._given, self._dropping, self._abandoned = 0, False, False
         self._kept, self._failed = 0, False
@@ -67,9 +67,9 @@ class BackgroundSink:
                 f"from iteration {step} on records are dropped"
             )
 
-    def begin_close(self) -> None:
+    def begin_close(self, exit_code: int) -> None:
         """Let the thread end once the queue is empty."""
-        self._waiting.put(None)
+        self._waiting.put(exit_code)
 
     def wait_closed(self, deadline: float) -> None:
         """Wait for the thread until `deadline` (time.monotonic()), then leave it behind; report what was lost."""
@@ -93,10 +93,10 @@ class BackgroundSink:
         try:
             sink = self._build()
             doing = "failed and is left out from here on"
-            while (entry := self._waiting.get()) is not None:
+            while isinstance(entry := self._waiting.get(), tuple):
                 sink.track(*entry)
                 self._kept += 1
-            sink.close()
+            sink.close(entry)
         except BaseException as error:  # noqa: BLE001  a tracker must never stop a run, SystemExit neither
             self._failed = True
             if not self._abandoned:  # else this is why the run went on without it

@@ -10,6 +10,7 @@ from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.data.build import Datasets
 from megatron_lite.distributed.collectives import from_first_rank
 from megatron_lite.distributed.environment import Environment
+from megatron_lite.files.command_line import RunError
 from megatron_lite.training.consistency import check_replicas, check_tied_copies, nonfinite_tensors
 from megatron_lite.training.evaluate import Evaluator
 from megatron_lite.training.metrics import Metrics, StepResult
@@ -48,31 +49,34 @@ class Trainer:
         self.train_dataset = datasets.train
         self.validation, self.test = run.evaluator(datasets.valid), run.evaluator(datasets.test)
         self._nonfinite_in_a_row = 0
-        self._saved_iteration: int | None = state.iteration or None
+        checkpointer.saved_iteration = state.iteration or None
 
     def train(self) -> None:
         """Train, evaluate at the end, close everything.
 
         Raises:
             NonFiniteError: after --max-consecutive-nonfinite skipped steps; the last good state is saved first.
+            RunError: the last step could not be saved, also when it was tried again.
         """
-        reason, state = None, self.run.state
-        if not self.config.training.skip_train:
-            self.loader = self.run.loader(self.train_dataset, state.consumed_samples)
-            with (
-                profiled(self.config, self.mesh, state.iteration) as profile_step,
-                timeline(self.config, self.mesh, self.run.pipeline.clock) as timeline_step,
-            ):
-                self.on_step = (profile_step, timeline_step)
-                reason = self.steps()
-            self.loader.close()
-        if reason is not None:
-            self.metrics.note(f"stopped after iteration {state.iteration}: {reason}")
-        else:
-            self._evaluate_at_end(self.validation, "validation")
-            self._evaluate_at_end(self.test, "test")
-        for part in (self.validation, self.test, self.checkpointer, self.tracker):
-            part.close()
+        with self.tracker:
+            reason, state = None, self.run.state
+            if not self.config.training.skip_train:
+                self.loader = self.run.loader(self.train_dataset, state.consumed_samples)
+                with (
+                    profiled(self.config, self.mesh, state.iteration) as profile_step,
+                    timeline(self.config, self.mesh, self.run.pipeline.clock) as timeline_step,
+                ):
+                    self.on_step = (profile_step, timeline_step)
+                    reason = self.steps()
+                self.loader.close()
+            if reason is not None:
+                self.metrics.note(f"stopped after iteration {state.iteration}: {reason}")
+            else:
+                self._evaluate_at_end(self.validation, "validation")
+                self._evaluate_at_end(self.test, "test")
+            for evaluator in (self.validation, self.test):
+                evaluator.close()
+            self._finish_saving()
 
     def steps(self) -> str | None:
         """Train until the last step. Returns why it stopped early, or None when all steps are done."""
@@ -97,7 +101,7 @@ class Trainer:
             if self._save_is_due():
                 self.save()
             self._collect_garbage()
-        if self.config.checkpoint.save and self._saved_iteration != state.iteration:
+        if self._last_is_not_saved():
             self.save()
         return reason
 
@@ -160,8 +164,28 @@ class Trainer:
             checkpoint.save
             and checkpoint.save_interval
             and self.run.state.iteration % checkpoint.save_interval == 0
-            and self._saved_iteration != self.run.state.iteration
+            and self.checkpointer.saved_iteration != self.run.state.iteration
         )
+
+    def _last_is_not_saved(self) -> bool:
+        trains = self.config.checkpoint.save and not self.config.training.skip_train
+        return bool(trains) and self.checkpointer.saved_iteration != self.run.state.iteration
+
+    def _finish_saving(self) -> None:
+        """Wait for a background save; where that of the last step failed, save once more, or say that it is lost."""
+        self.checkpointer.close()
+        if self._last_is_not_saved():
+            self.save()
+            self.checkpointer.close()
+        if self._last_is_not_saved():
+            raise RunError(
+                f"the run is at its end, but iteration {self.run.state.iteration} is not saved in "
+                f"{self.config.checkpoint.save}; the last good checkpoint of this run: {self._newest_saved()}"
+            )
+
+    def _newest_saved(self) -> str:
+        iteration = self.checkpointer.saved_iteration
+        return f"the one of iteration {iteration}" if iteration else "none"
 
     def save(self) -> None:
         """Save a checkpoint of this step."""
@@ -175,7 +199,6 @@ class Trainer:
         train_state = self.run.state.to_dict() | {"schedule": self.run.schedule.to_dict()}
         if not self.checkpointer.save(self.run.state.iteration, tensors, train_state, rank_state):
             return  # it has said why; the next due step, or the end, tries again
-        self._saved_iteration = self.run.state.iteration
         self.progress.saved(self.run.state)
         how = "is being written to" if config.async_save else "saved in"
         self.metrics.note(
@@ -189,11 +212,10 @@ class Trainer:
         if not names:
             return
         self.checkpointer.close()
-        last = f"the one of iteration {self._saved_iteration}" if self._saved_iteration else "none"
         raise NonFiniteError(
             f"after iteration {self.run.state.iteration} {', '.join(names[:4])}"
             f"{f' and {len(names) - 4:,} more' if len(names) > 4 else ''} hold values that are not finite: nothing is "
-            f"saved; the last good checkpoint of this run: {last}"
+            f"saved; the last good checkpoint of this run: {self._newest_saved()}"
         )
 
     def _check_replicas(self) -> None:

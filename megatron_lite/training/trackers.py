@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,20 @@ class Tracker:
         for sink in list(self._sinks):
             self._attempt(sink, lambda sink=sink: sink.track(record, step))
 
-    def close(self) -> None:
-        """Close every sink; those in threads get CLOSE_TIMEOUT_S together."""
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close every sink; those in threads get CLOSE_TIMEOUT_S together. exit_code: how the run ends."""
         behind = [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]
         for sink in list(self._sinks):
-            sink.begin_close() if sink in behind else self._attempt(sink, sink.close)
+            if sink in behind:
+                sink.begin_close(exit_code)
+            else:
+                self._attempt(sink, partial(sink.close, exit_code))
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for sink in behind:
             sink.wait_closed(deadline)
@@ -90,7 +100,7 @@ class JsonLines:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Close the file."""
         self._file.close()
 
@@ -101,7 +111,7 @@ class TensorBoardSink:
     def __init__(self, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package
 
-        # A run that fails leaves without closing: no more than 10 s of points are lost then.
+        # A run that is killed leaves without closing: no more than 10 s of points are lost then.
         self._writer = SummaryWriter(config.logging.tensorboard_dir, flush_secs=10)
         self._config = config
 
@@ -110,7 +120,7 @@ class TensorBoardSink:
         for key, value in _shown_numbers(record, self._config).items():
             self._writer.add_scalar(key, value, step)
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Flush and close."""
         self._writer.close()
 
@@ -158,9 +168,9 @@ class WandbSink:
             self._offset = max(0, self._next_step - step)
         self._run.log({**_shown_numbers(record, self._config), "iteration": step}, step=step + self._offset)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the run: wandb shows it as failed with another exit code than 0."""
+        self._run.finish(exit_code=exit_code)
 
 
 def _wandb_has_login(wandb: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a run does besides its numbers: evaluation, skipped steps, signals, errors, exit codes."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.checkpoint import checkpointer
+from megatron_lite.files.command_line import RunError
 from tests.checkpoint.folders import is_intact
-from tests.runs import ROOT, flags, metrics, run_alone, train, training_steps, write_data
+from tests.ranks import run_ranks
+from tests.runs import ROOT, flags, metrics, pretrain_here, run_alone, train, training_steps, write_data
 from tests.training.test_trackers import wandb_records
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -58,12 +62,16 @@ def test_exact_validation_across_layouts(prefix, tmp_path):
     assert results[0] == pytest.approx(results[1], rel=1e-5)
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_the_run_gives_up_in_time(prefix, tmp_path):
+def test_a_step_that_is_not_finite_is_skipped_and_the_run_gives_up_in_time(prefix, tmp_path, monkeypatch):
     argv = flags(
         prefix, f"--metrics-file {tmp_path}/m.jsonl --init-method-std 1e30 --max-consecutive-nonfinite 3"
     )
-    done = run_alone([*argv, "--save", str(tmp_path / "ckpt")])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb = f"--wandb-project test --wandb-save-dir {tmp_path}".split()
+    done = run_alone([*argv, *wandb, "--save", str(tmp_path / "ckpt")])
     assert done.returncode == 1
+    (ended,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert [record.exit_code for record in wandb_records(ended, "exit")] == [1]
     assert "3 steps in a row" in done.stderr
     assert "iteration 2 skipped" in done.stdout
     assert "its samples are 8 to 15" in done.stdout
@@ -93,6 +101,39 @@ def test_a_state_that_is_not_finite_is_not_saved_and_costs_no_good_checkpoint(pr
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert is_intact(tmp_path / "ckpt" / "iter_0000002")
     assert [p.name for p in (tmp_path / "ckpt").glob("iter_*")] == ["iter_0000002"]
+
+
+def save_without_room(argv, failures):
+    """A run whose first saves find the disk full, so many on each rank; its exit code, or the sentence it ends with."""
+    write, left = checkpointer.save_shards, [failures]
+
+    def save_shards(*arguments):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    checkpointer.save_shards = save_shards
+    try:
+        return pretrain_here(argv)
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("world", "async_save"), [(1, ""), (2, "--async-save")])
+def test_a_last_save_that_fails_is_tried_again_and_else_ends_the_run_with_an_error(
+    prefix, tmp_path, world, async_save
+):
+    argv = flags(prefix, f"--save {tmp_path}/ckpt --save-interval 2 --train-iters 4", async_save)
+    kept = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
+    lost = run_ranks(save_without_room, world, argv, 100)
+    wanted = (
+        f"the run is at its end, but iteration 4 is not saved in {tmp_path}/ckpt; the last good checkpoint"
+    )
+    assert [text.startswith(wanted) for text in lost] == [True] * world, lost
+    assert not kept.exists()
+    assert run_ranks(save_without_room, world, argv, 2) == [0] * world
+    assert kept.read_text().strip() == "4" and is_intact(tmp_path / "ckpt" / "iter_0000004")
 
 
 def test_iterations_to_skip(prefix, tmp_path):

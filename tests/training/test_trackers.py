@@ -1,5 +1,6 @@
 """Trackers whose package blocks, fails or loses its server: training is never held, the job always ends."""
 
+import contextlib
 import os
 import struct
 import subprocess
@@ -26,13 +27,13 @@ def config_with(**logging):
 
 def fake_wandb(monkeypatch, **blocking):
     """A wandb whose methods named in `blocking` run those functions; returns what was logged and defined."""
-    log, defined = [], []
+    log, defined, codes = [], [], blocking.pop("codes", [])
     run = types.SimpleNamespace(
         id="x",
         step=blocking.pop("step", 0),
         define_metric=lambda *a, **k: defined.append((a, k)),
         log=lambda record, step: (blocking.get("log", lambda: None)(), log.append((step, record)))[1],
-        finish=blocking.get("finish", lambda: None),
+        finish=lambda exit_code: (codes.append(exit_code), blocking.get("finish", lambda: None)()),
     )
     module = types.ModuleType("wandb")
     module.Settings = lambda **_: None
@@ -113,6 +114,20 @@ def test_points_after_a_resume_from_an_older_step_come_after_those_that_are_ther
     tracker.close()
     assert [(step, record["iteration"]) for step, record in log] == [(10, 5), (11, 6), (11, 6)]
     assert (("*",), {"step_metric": "iteration"}) in defined
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_run_that_fails_is_finished_as_failed(failing, monkeypatch, tmp_path):
+    codes = []
+    fake_wandb(monkeypatch, codes=codes)
+    path = tmp_path / "m.jsonl"
+    logs = {"wandb_project": "p", "wandb_save_dir": str(tmp_path), "metrics_file": str(path)}
+    tracker = build_tracker(config_with(**logs), Environment(), None)
+    sink = tracker._sinks[0]
+    with pytest.raises(ZeroDivisionError) if failing else contextlib.nullcontext(), tracker:
+        tracker.track({"lm loss": 1.0}, 1)
+        assert 1 / (not failing)
+    assert codes == [int(failing)] and sink._file.closed
 
 
 HUNG = """
