@@ -160,13 +160,18 @@ def bare_loss(model: GPTChunk, batch: dict[str, torch.Tensor], config: Config) -
 
 def assert_equals_one_process(
     ranks: list[Outcome], config: Config, batches: list[dict[str, torch.Tensor]], factor: float = FACTOR
-) -> None:
-    """Every rank's losses and norms, and every parameter's gradient, are as near to fp64 as one process's."""
+) -> float:
+    """Every rank's losses and norms, and every parameter's gradient, are as near to fp64 as one process's.
+
+    Returns:
+        The margin of the closest choice of a router.
+    """
     gradients = {name: g for outcome in ranks for name, g in outcome.gradients.items()}
     for outcome in ranks[1:]:
         assert (outcome.losses, outcome.norms) == (ranks[0].losses, ranks[0].norms), (
             "ranks must agree to the bit"
         )
     whole = Outcome(ranks[0].losses, ranks[0].norms, gradients, ranks[0].evaluation)
-    rows = compare_with_one_process(config, whole, [*batches, batches[0]], torch.device("cpu"), factor)
-    assert not any(row.fails for row in rows), "\n" + report(rows, factor)
+    rows, margin = compare_with_one_process(config, whole, [*batches, batches[0]], torch.device("cpu"), factor)
+    assert not any(row.fails for row in rows), "\n" + report(rows, factor, margin)
+    return margin

@@ -12,6 +12,8 @@ everything is equal, 1 when not, 2 for a wrong flag.
 """
 
 import argparse
+import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -83,6 +85,8 @@ FLOOR = 8 * torch.finfo(torch.float32).eps
 # A gradient that is zero but for rounding has what rounding leaves of the largest one.
 SMALLEST_GRADIENT = 0.01
 SHOWN = 8
+# Scores nearer to each other than this may change places by the rounding of a few fp32 sums.
+CLOSE = 1e-5
 
 
 @dataclass
@@ -93,6 +97,7 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     evaluation: float = 0.0
+    margin: float = math.inf  # of the closest choice of a router: the score of the last chosen less the next
 
     def numbers(self) -> list[dict[str, float]]:
         """The scalars by name: those of each step, then the evaluation's."""
@@ -227,6 +232,8 @@ def run_one_process(
     dtype = torch.float64 if exact else compute_dtype(config.precision)
     optimizers = torch_optimizers(config, model)
     outcome = Outcome()
+    for mixture in model.mixtures.values():
+        mixture.router.register_forward_hook(functools.partial(keep_closest, outcome))
     for batch in batches[:-1]:
         loss = mean_loss(model, batch, config, device, dtype)
         loss.backward()
@@ -243,6 +250,16 @@ def run_one_process(
     with torch.no_grad():
         outcome.evaluation = mean_loss(model, batches[-1], config, device, dtype).item()
     return outcome
+
+
+@torch.no_grad()
+def keep_closest(outcome: Outcome, router: nn.Module, inputs: tuple[torch.Tensor], _: object) -> None:
+    """Keep the margin of a router's closest choice: a smaller one than rounding falls otherwise in another layout."""
+    logits = router.logits(*inputs)
+    best = router.ranked(logits, router.scores(logits)).sort(dim=-1, descending=True).values
+    last = router.config.moe_router_topk
+    if last < best.shape[-1]:
+        outcome.margin = min(outcome.margin, (best[..., last - 1] - best[..., last]).min().item())
 
 
 class Exact(TorchFunctionMode):
@@ -366,8 +383,8 @@ def compare(layout: Outcome, one_process: Outcome, truth: Outcome, factor: float
     return rows
 
 
-def report(rows: Sequence[Row], factor: float) -> str:
-    """The table: losses, norms, the worst gradients; then the verdict."""
+def report(rows: Sequence[Row], factor: float, margin: float = math.inf) -> str:
+    """The table: losses, norms, the worst gradients; then the verdict. margin: see Outcome."""
     gradients = [row for row in rows if row.name.startswith("gradient of")]
 
     def badness(row: Row) -> float:
@@ -382,6 +399,11 @@ def report(rows: Sequence[Row], factor: float) -> str:
         numbers = f"{row.truth:14.6e}  {row.seen:14.6e}  {row.error:8.1e}  {row.allowed:8.1e}"
         lines.append(f"{row.name:{width}}  {numbers}{mark}")
     lines.append(f"{len(gradients)} gradients compared, the {min(SHOWN, len(gradients))} worst shown")
+    if margin < math.inf:
+        lines.append(
+            f"the closest choice of a router: by {margin:.1e}"
+            + ("; rounding can turn it, and then gradients jump" * (margin < CLOSE))
+        )
     failed = sum(row.fails for row in rows)
     verdict = "EQUAL" if not failed else f"DIFFERENT: {failed} of {len(rows)} numbers"
     lines.append(f"{verdict} (allowed: {factor:g} times the rounding error of one process)")
@@ -390,10 +412,10 @@ def report(rows: Sequence[Row], factor: float) -> str:
 
 def compare_with_one_process(
     config: Config, layout: Outcome, batches: Sequence[Batch], device: torch.device, factor: float
-) -> list[Row]:
-    """The layout against one process, in its own format and in fp64."""
+) -> tuple[list[Row], float]:
+    """The layout against one process, in its own format and in fp64; and the margin of the latter."""
     one, truth = (run_one_process(config, batches, device, exact) for exact in (False, True))
-    return compare(layout, one, truth, factor)
+    return compare(layout, one, truth, factor), truth.margin
 
 
 def verify(config: Config, device: torch.device, steps: int, factor: float) -> tuple[str, bool]:
@@ -408,8 +430,8 @@ def verify(config: Config, device: torch.device, steps: int, factor: float) -> t
     answer = None
     if dist.get_rank() == 0:
         layout.gradients = {name: g for part in collected for name, g in part.items()}
-        rows = compare_with_one_process(config, layout, batches, device, factor)
-        answer = report(rows, factor), not any(row.fails for row in rows)
+        rows, margin = compare_with_one_process(config, layout, batches, device, factor)
+        answer = report(rows, factor, margin), not any(row.fails for row in rows)
     return from_first_rank(answer)
 
 

@@ -2,6 +2,7 @@
 
 from megatron_lite.arguments.megatron_flags import ACCEPTED
 from megatron_lite.arithmetic.costs import GROUPED_MM_BYTES
+from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.declare import flag_name
 from megatron_lite.config.model import EXPERT_FIELDS
@@ -141,11 +142,6 @@ def _check_layout(config: Config) -> None:
         raise ConfigError(
             f"--num-experts {model.num_experts} does not divide by --expert-model-parallel-size {expert}"
         )
-    if expert > 1:
-        raise ConfigError(
-            f"--expert-model-parallel-size {expert} is not supported yet, wanted 1: experts are sharded over the "
-            "data-parallel ranks as all other weights"
-        )
     if parallel.expert_tensor_parallel_size is None and tensor > 1:
         raise ConfigError(
             f"--expert-tensor-parallel-size is not given and is --tensor-model-parallel-size {tensor} in Megatron, "
@@ -156,10 +152,22 @@ def _check_layout(config: Config) -> None:
             f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} splits each expert over ranks, "
             "which is not supported, wanted 1"
         )
-    if tensor > 1:
+    if tensor > 1 and not parallel.sequence_parallel:
         raise ConfigError(
-            f"--tensor-model-parallel-size {tensor} with --num-experts {model.num_experts} is not supported yet, "
-            "wanted 1"
+            f"--tensor-model-parallel-size {tensor} with --num-experts {model.num_experts} needs --sequence-parallel "
+            "too: each tensor rank routes its own positions"
+        )
+    sizes = mesh_sizes(parallel)
+    ranks = sizes["dp_shard"] * sizes["cp"] * tensor
+    if ranks % expert:
+        raise ConfigError(
+            f"--expert-model-parallel-size {expert} does not divide the {ranks} ranks of one replica that have other "
+            "tokens: data-parallel shards x --context-parallel-size x --tensor-model-parallel-size"
+        )
+    if parallel.compile and expert > 1:
+        raise ConfigError(
+            f"--compile with --expert-model-parallel-size {expert}: the host reads how many tokens go to each rank in "
+            "the middle of a layer, which torch cannot trace; leave one out"
         )
     if parallel.compile and not precision.bf16:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """What of a (possibly distributed) tensor lies on this rank, and the whole of it."""
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,4 +38,7 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor, on the device that the mesh communicates on."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    tensor = tensor.to(tensor.device_mesh.device_type)
+    # What is sharded twice along a dim is gathered in two steps; torch does it in one and warns at it.
+    outer = [Replicate() if hasattr(p, "split_factor") else p for p in tensor.placements]
+    return tensor.redistribute(placements=outer).full_tensor()

@@ -9,7 +9,8 @@ R = T*K rows, a token once for each of its experts, sorted by expert (stable, so
     layers.7.mlp.shared_expert_gate.weight [1, H]
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,30 +19,79 @@ from torch import nn
 from megatron_lite.arithmetic.costs import GROUPED_MM_BYTES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.mlp import MLP
-from megatron_lite.model.router import Router, Routing
+from megatron_lite.model.router import Router
+
+
+class Choices(NamedTuple):
+    """Choices [R] of experts, sorted by expert; of one expert the earlier choice first.
+
+    order [R]: the number of the n-th sorted choice. place [R]: its inverse. experts [R]: sorted. ends [E], int32:
+    choices up to each expert's last.
+    """
+
+    order: torch.Tensor
+    place: torch.Tensor
+    experts: torch.Tensor
+    ends: torch.Tensor
+
+
+def by_expert(choices: torch.Tensor, num_experts: int) -> Choices:
+    """choices [R] of experts 0..E-1, sorted."""
+    experts, order = choices.to(torch.int32).sort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    numbers = torch.arange(num_experts, dtype=torch.int32, device=experts.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    return Choices(order, place, experts, ends)
+
+
+# Rows [R, H], weights [R, 1] and ends [E] of `Experts.forward` on their way to the ranks that have the experts; what it
+# gives is called with this rank's experts and brings the outputs [R, H] back, in the order of the rows.
+Exchange = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[["Experts"], torch.Tensor]]
 
 
 class Mixture(nn.Module):
-    """The sum of a token's experts, each times its weight, and of the shared expert where there is one."""
+    """The sum of a token's experts, each times its weight, and of the shared expert where there is one.
+
+    Set from outside:
+        exchange: None where a rank has all experts.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.num_experts = config.num_experts
         self.router = Router(config)
         self.experts = Experts(config)
         width = config.moe_shared_expert_intermediate_size
         self.shared_expert = MLP(config, width, config.expert_activation) if width else None
         gate = config.moe_shared_expert_gate
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if gate else None
+        self.exchange: Exchange | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        out = self.experts(x, self.router(x))
+        routing = self.router(x)
+        chosen = routing.experts.shape[-1]
+        choices = by_expert(routing.experts.flatten(), self.num_experts)
+        order, place = choices.order, choices.place
+        rows = Spread.apply(x.flatten(0, 1), order, place, chosen)  # [R, H]
+        weights = Spread.apply(routing.weights.flatten(), order, place, 1)[:, None].to(x.dtype)  # [R, 1]
+        if self.exchange is None:
+            outputs = self.experts(rows, weights, choices.experts, choices.ends)
+            shared = self._shared(x)
+        else:
+            through = self.exchange(rows, weights, choices.ends)
+            shared = self._shared(x)  # while the rows are on their way
+            outputs = through(self.experts)
+        out = Collect.apply(outputs, order, place, x.shape)
+        return out if shared is None else out + shared
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared_expert is None:
-            return out
+            return None
         shared = self.shared_expert(x)
         if self.shared_expert_gate is not None:
             shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-        return out + shared
+        return shared
 
 
 class Experts(nn.Module):
@@ -51,28 +101,13 @@ class Experts(nn.Module):
         super().__init__()
         count, hidden, ffn = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
         bias = not config.disable_bias_linear
-        self.num_experts = count
         activation = config.expert_activation
         self.gate_proj = GroupedLinear(count, hidden, ffn, bias) if activation.num_inputs == 2 else None
         self.up_proj = GroupedLinear(count, hidden, ffn, bias)
         self.down_proj = GroupedLinear(count, ffn, hidden, bias)
         self.activate = activation.apply
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]: the sum of each token's experts."""
-        chosen = routing.experts.shape[-1]
-        experts, order = routing.experts.flatten().to(torch.int32).sort(stable=True)  # [R] each
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        numbers = torch.arange(self.num_experts, dtype=torch.int32, device=experts.device)
-        ends = torch.searchsorted(
-            experts, numbers, right=True, out_int32=True
-        )  # [E] rows up to each expert's last
-        rows = Spread.apply(x.flatten(0, 1), order, place, chosen)  # [R, H]
-        weights = Spread.apply(routing.weights.flatten(), order, place, 1)[:, None].to(x.dtype)  # [R, 1]
-        outputs = self.run(rows, weights, experts, ends)
-        return Collect.apply(outputs, order, place, chosen).view_as(x)
-
-    def run(
+    def forward(
         self, rows: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
         """Each row through its expert: rows [R, H] by expert, weights [R, 1], experts [R], ends [E] -> [R, H]."""
@@ -83,12 +118,17 @@ class Experts(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """E linears in one: weight [E, out, in], bias [E, out]."""
+    """E linears in one: weight [E, out, in], bias [E, out].
+
+    Set from outside:
+        local: a parameter's part of the experts of this rank.
+    """
 
     def __init__(self, count: int, width_in: int, width_out: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, width_out, width_in))
         self.bias = nn.Parameter(torch.empty(count, width_out)) if bias else None
+        self.local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 
     def forward(
         self,
@@ -98,10 +138,10 @@ class GroupedLinear(nn.Module):
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """rows [R, in] sorted by their experts [R], which end at ends [E] -> [R, out]; weights [R, 1] of the bias."""
-        out = grouped_product(rows, self.weight, ends)
+        out = grouped_product(rows, self.local(self.weight), ends)
         if self.bias is None:
             return out
-        bias = F.embedding(experts, self.bias)  # [R, out]; its backward adds in a fixed order
+        bias = F.embedding(experts, self.local(self.bias))  # [R, out]; its backward adds in a fixed order
         return out + (bias if weights is None else bias * weights)
 
 
@@ -143,19 +183,20 @@ class Spread(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """[R, ...] -> [T, ...]: the sum of a token's K rows."""
+    """[R, H] -> tokens of `shape`, [..., H]: the sum of a token's K rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor, chosen: int
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
         ctx.save_for_backward(order, place)
-        ctx.chosen = chosen
-        return _collect(rows, place, chosen)
+        ctx.chosen = max(1, rows.numel() // max(1, shape.numel()))
+        return _collect(rows, place, ctx.chosen).view(shape)  # here, for FSDP warns at a module that returns a view
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _spread(gradient, ctx.saved_tensors[0], ctx.chosen), None, None, None
+        rows = _spread(gradient.flatten(0, -2), ctx.saved_tensors[0], ctx.chosen)
+        return rows, None, None, None
 
 
 def _spread(tokens: torch.Tensor, order: torch.Tensor, chosen: int) -> torch.Tensor:

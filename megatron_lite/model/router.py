@@ -96,14 +96,8 @@ class Router(nn.Module):
     def choose(self, logits: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """logits and scores [B, S, E] -> experts [B, S, K], best first, and their weights [B, S, K] as the logits."""
         config = self.config
-        over_chosen = not (self._by_sigmoid or config.moe_router_pre_softmax)
-        ranked = (logits if over_chosen else scores).detach()
-        if self.expert_bias is not None:
-            ranked = ranked + self.expert_bias
-        if config.moe_router_num_groups:
-            ranked = self._within_groups(ranked)
-        experts = largest(ranked, config.moe_router_topk)
-        if over_chosen:
+        experts = largest(self.ranked(logits, scores), config.moe_router_topk)
+        if self._over_chosen:
             chosen = logits.gather(-1, experts)
             weights = chosen.softmax(dim=-1, dtype=scores.dtype)
         else:
@@ -113,6 +107,17 @@ class Router(nn.Module):
         if config.moe_router_topk_scaling_factor is not None:
             weights = weights * config.moe_router_topk_scaling_factor
         return experts, weights.to(logits.dtype)
+
+    def ranked(self, logits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """logits and scores [B, S, E] -> what experts are chosen by [B, S, E], without gradient."""
+        ranked = (logits if self._over_chosen else scores).detach()
+        if self.expert_bias is not None:
+            ranked = ranked + self.expert_bias
+        return self._within_groups(ranked) if self.config.moe_router_num_groups else ranked
+
+    @property
+    def _over_chosen(self) -> bool:
+        return not (self._by_sigmoid or self.config.moe_router_pre_softmax)
 
     def _within_groups(self, ranked: torch.Tensor) -> torch.Tensor:
         """ranked [B, S, E] -> the same, -inf outside of the best groups: by the sum of a group's largest K / g."""

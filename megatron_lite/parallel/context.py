@@ -52,14 +52,11 @@ def my_part_of_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
 
 
 def apply_context_parallel(chunk: nn.Module, mesh: ParallelMesh) -> None:
-    """Put the exchange of keys and values in front of every block's core attention, and sum the routers' choices."""
+    """Put the exchange of keys and values in front of every block's core attention."""
     size, rank = mesh.size("cp"), mesh.rank("cp")
     chunk.attention_parts = functools.partial(attention_parts, size=size, rank=rank)
     for layer in chunk.layers.values():
         layer.attention.core = ContextAttention(layer.attention.core, mesh.group("cp"))
-    for mixture in chunk.mixtures.values():
-        mixture.router.sequence_ranks = size
-        mixture.router.sum_over_sequence = lambda counts: mesh.sum_over(counts, "cp")
 
 
 def attention_parts(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:

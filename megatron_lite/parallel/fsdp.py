@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
 
 from megatron_lite.arithmetic.sharding import reduces_each_microbatch, reshards
 from megatron_lite.config import Config, ParallelConfig, PrecisionConfig
+from megatron_lite.distributed.mesh import ParallelMesh
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
@@ -22,12 +23,14 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     return torch.float16 if precision.fp16 else torch.float32
 
 
-def apply_fsdp(chunk: nn.Module, mesh: DeviceMesh, config: Config) -> None:
+def apply_fsdp(chunk: nn.Module, mesh: ParallelMesh, config: Config) -> None:
     """Shard a model chunk in place: each block a unit, embedding a unit, final norm and head a unit.
 
+    A mixture of experts is a unit of its own where tensor ranks give it other tokens than the block, its experts are
+    one where they are spread over ranks: other ranks share their weights.
+
     Args:
-        chunk: has `.embedding`, `.layers` (ModuleDict), `.final_norm`, `.lm_head`, `.tied`.
-        mesh: 1-D (shards) or 2-D (replicas, shards: HSDP).
+        chunk: has `.embedding`, `.layers` (ModuleDict), `.mixtures`, `.final_norm`, `.lm_head`, `.tied`.
 
     Gradients are SUMMED over ranks: the loss is divided by the global token count already. gloo has no
     PREMUL_SUM, which a divide factor alone would ask for, hence the forced sum.
@@ -35,15 +38,20 @@ def apply_fsdp(chunk: nn.Module, mesh: DeviceMesh, config: Config) -> None:
     parallel, precision = config.parallel, config.precision
     dtype = compute_dtype(precision)
     settings = {
-        "mesh": mesh,
+        "mesh": mesh.fsdp_mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
         ),
         "offload_policy": _offload_policy(parallel),
     }
-    layers = list(chunk.layers.values())
+    layers, units = list(chunk.layers.values()), []
     for position, layer in enumerate(layers):
-        fully_shard(layer, reshard_after_forward=_reshards(position, len(layers), config), **settings)
+        reshard = {"reshard_after_forward": _reshards(position, len(layers), config)}
+        units.append([layer])
+        for module, other_mesh in _other_meshes(layer, mesh):
+            fully_shard(module, **settings | reshard | {"mesh": other_mesh})
+            units[-1].insert(1, module)
+        fully_shard(layer, **settings | reshard)
     tied_here = chunk.tied and chunk.embedding is not None and chunk.lm_head is not None
     if not tied_here:  # a weight that two modules share has to lie in one unit: then it stays in the root's
         if chunk.embedding is not None:
@@ -57,7 +65,16 @@ def apply_fsdp(chunk: nn.Module, mesh: DeviceMesh, config: Config) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     own_unit = chunk.embedding is not None and not tied_here
-    _prefetch(layers, chunk.embedding if own_unit else None, parallel.fsdp_prefetch_depth)
+    _prefetch(units, chunk.embedding if own_unit else None, parallel.fsdp_prefetch_depth)
+
+
+def _other_meshes(layer: nn.Module, mesh: ParallelMesh) -> list[tuple[nn.Module, DeviceMesh]]:
+    """(part of a layer, the mesh it is sharded over) where that is another than the layer's, inner parts first."""
+    if not hasattr(layer.mlp, "router"):
+        return []
+    edp = mesh.expert_mesh[*mesh.expert_mesh.mesh_dim_names[:-1]] if mesh.size("ep") > 1 else mesh.token_mesh
+    parts = [(layer.mlp.experts, edp)] if mesh.size("ep") > 1 else []
+    return parts + ([(layer.mlp, mesh.token_mesh)] if mesh.size("tp") > 1 else [])
 
 
 def _offload_policy(parallel: ParallelConfig) -> OffloadPolicy:
@@ -88,15 +105,24 @@ def prepare_backward(chunk: nn.Module, config: Config, last: bool) -> None:
     chunk.set_requires_all_reduce(last)
 
 
-def _prefetch(layers: list[nn.Module], embedding: nn.Module | None, depth: int) -> None:
-    """Gather `depth` layers ahead, forward and backward; FSDP2's own choice is one layer ahead.
+def _prefetch(units: list[list[nn.Module]], embedding: nn.Module | None, depth: int) -> None:
+    """Gather `depth` layers ahead, forward and backward; FSDP2's own choice is one unit ahead.
 
-    The unit that backward reaches last names itself. Left to FSDP2 it would gather what ran before it in forward, and
-    from the second microbatch on that is the head of the microbatch before: for nothing.
+    Where experts are a unit, that is theirs: it would be gathered when the host, which waits for their counts, comes
+    to it. The unit that backward reaches last names itself. Left to FSDP2 it would gather what ran before it in
+    forward, and from the second microbatch on that is the head of the microbatch before: for nothing.
+
+    Args:
+        units: those of each layer in the order in which forward takes them.
     """
-    for position, layer in enumerate(layers if depth > 1 else []):
-        layer.set_modules_to_forward_prefetch(layers[position + 1 : position + 1 + depth])
-        layer.set_modules_to_backward_prefetch(layers[max(0, position - depth) : position][::-1])
-    last = embedding if embedding is not None else next(iter(layers), None)
-    if last is not None:
-        last.set_modules_to_backward_prefetch([last])
+    if depth > 1 or (depth and any(len(layer) > 1 for layer in units)):
+        for position, (layer, *parts) in enumerate(units):
+            after = units[position + 1 : position + 1 + depth]
+            before = units[max(0, position - depth) : position][::-1]
+            layer.set_modules_to_forward_prefetch(sum(after, parts))
+            layer.set_modules_to_backward_prefetch(sum(before, parts))
+            for part in parts:
+                part.set_modules_to_backward_prefetch([part])
+    last = [embedding] if embedding is not None else next(iter(units), [])
+    if last:
+        last[0].set_modules_to_backward_prefetch(last)

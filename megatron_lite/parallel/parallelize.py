@@ -1,4 +1,4 @@
-"""What is applied to a model chunk, in this order: tensor -> context -> recompute -> compile -> FSDP -> weights.
+"""What is applied to a chunk, in this order: tensor -> context -> experts -> recompute -> compile -> FSDP -> weights.
 
 Plain modules go in on the meta device; sharded modules with their initial weights come out. Selective recompute lies
 inside a layer's compiled graph, full recompute outside of compiled layers and FSDP.
@@ -15,6 +15,7 @@ from megatron_lite.config import Config
 from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.distributed.tensors import local_part, local_slices
 from megatron_lite.parallel.context import apply_context_parallel
+from megatron_lite.parallel.experts import apply_expert_parallel
 from megatron_lite.parallel.fsdp import apply_fsdp
 from megatron_lite.parallel.recompute import apply_recompute
 from megatron_lite.parallel.tensor import apply_tensor_parallel
@@ -43,11 +44,12 @@ def parallelize_chunk(chunk: nn.Module, config: Config, mesh: ParallelMesh) -> n
         apply_tensor_parallel(chunk, mesh.root["tp"], config.parallel)
     if mesh.size("cp") > 1:
         apply_context_parallel(chunk, mesh)
+    apply_expert_parallel(chunk, mesh)
     apply_recompute(chunk, config.parallel)
     if config.parallel.compile:
         compile_layers(chunk, config, mesh.device)
     if wraps_in_fsdp(config):
-        apply_fsdp(chunk, mesh.fsdp_mesh, config)
+        apply_fsdp(chunk, mesh, config)
         chunk.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else mesh.device)
     else:
         _leave_meta(chunk, mesh.device)

@@ -5,7 +5,8 @@ The embedding, the head and the loss are split by vocabulary. With --sequence-pa
 them holds 1/tp of the positions: the all-reduce becomes a reduce-scatter and an all-gather of the same volume,
 and norms, dropout and what the pipeline sends shrink by tp.
 
-Every parameter becomes a DTensor on the tp axis, replicated ones too: optimizers want one mesh for all.
+Every parameter becomes a DTensor on the tp axis, replicated ones too: optimizers want one mesh for all. Only those of
+a mixture of experts stay as they are: to it, tensor ranks are data-parallel ranks (parallel/experts.py).
 """
 
 import functools
@@ -121,8 +122,9 @@ def _block_plan(layer: nn.Module, hidden: Placement) -> dict[str, ParallelStyle]
         "attention": PrepareModuleInput(
             input_layouts=(hidden, None, None, None), desired_input_layouts=(whole, None, None, None)
         ),
-        "mlp": PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(whole,)),
     }
+    if not hasattr(layer.mlp, "router"):  # a mixture works on this rank's positions, its weights unsplit
+        plan["mlp"] = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(whole,))
     plan |= {name: ColwiseParallel() for name in COLUMN}
     plan |= {name: RowwiseParallel(output_layouts=hidden) for name in ROW}
     plan |= {name: ReplicatedWeights(hidden) for name in NORMS}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_lite.arithmetic.mesh_sizes import AXES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.distributed.mesh import ParallelMesh
 from megatron_lite.training.logged import EXPERT_LOAD
@@ -72,7 +73,7 @@ def take_balance(
             row[: model.num_experts] = tally.tokens
             for column, name in enumerate(names, model.num_experts):
                 row[column] = tally.losses[name]
-    mesh.sum_over(sums, "pp", "dp_replicate", "dp_shard", "cp")
+    mesh.sum_over(sums, *AXES)  # tensor ranks too: each routes its own positions
     tokens, losses = sums.split([model.num_experts, len(names)], dim=1)
     return Balance(layers, tokens, losses / microbatches, names)
 

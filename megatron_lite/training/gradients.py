@@ -20,9 +20,12 @@ CLIP_EPSILON = 1e-6  # Megatron's: coefficient = clip / (norm + 1e-6)
 
 def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:
     """How many tensor-parallel ranks hold this same shard."""
-    if not isinstance(tensor, DTensor) or "tp" not in tensor.device_mesh.mesh_dim_names:
+    if not isinstance(tensor, DTensor):
         return mesh.size("tp")
-    axis = tensor.device_mesh.mesh_dim_names.index("tp")
+    names = tensor.device_mesh.mesh_dim_names
+    if "tp" not in names:  # a mixture's, which tensor ranks share with the data-parallel ranks
+        return 1 if "tokens" in names or "edp" in names else mesh.size("tp")
+    axis = names.index("tp")
     return mesh.size("tp") if tensor.placements[axis].is_replicate() else 1
 
 

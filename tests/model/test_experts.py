@@ -281,7 +281,7 @@ def test_rows_of_an_expert_stand_in_the_order_of_the_tokens():
     """A stable sort: whoever sorts the same choices, on one rank or on several, gets the same rows."""
     mixture = mixture_of(replace(SMALL, moe_router_topk=1, moe_router_pre_softmax=True))
     seen = []
-    mixture.experts.run = lambda rows, weights, experts, ends: seen.append((rows, experts, ends)) or rows
+    mixture.experts.forward = lambda rows, weights, experts, ends: seen.append((rows, experts, ends)) or rows
     x = tokens_of(2, 20, 16)
     choice = mixture.router(x).experts.flatten()
     out = mixture(x)
