@@ -172,6 +172,8 @@ def assert_equals_one_process(
             "ranks must agree to the bit"
         )
     whole = Outcome(ranks[0].losses, ranks[0].norms, gradients, ranks[0].evaluation)
-    rows, margin = compare_with_one_process(config, whole, [*batches, batches[0]], torch.device("cpu"), factor)
+    rows, margin = compare_with_one_process(
+        config, whole, [*batches, batches[0]], torch.device("cpu"), factor
+    )
     assert not any(row.fails for row in rows), "\n" + report(rows, factor, margin)
     return margin

@@ -191,7 +191,9 @@ class Collect(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(order, place)
         ctx.chosen = max(1, rows.numel() // max(1, shape.numel()))
-        return _collect(rows, place, ctx.chosen).view(shape)  # here, for FSDP warns at a module that returns a view
+        return _collect(rows, place, ctx.chosen).view(
+            shape
+        )  # here, for FSDP warns at a module that returns a view
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
