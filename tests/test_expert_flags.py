@@ -120,7 +120,18 @@ def test_a_pattern_as_long_as_the_largest_models():
         ("--moe-ffn-hidden-size 36 --bf16", ["--moe-ffn-hidden-size is 36", "multiple of 8"]),
         ("--hidden-size 68 --kv-channels 16 --fp16", ["--hidden-size is 68", "multiple of 8"]),
         ("--expert-model-parallel-size 3", ["--num-experts 8", "--expert-model-parallel-size 3"]),
-        ("--expert-model-parallel-size 2", ["--expert-model-parallel-size 2", "wanted 1"]),
+        (
+            "--expert-model-parallel-size 2",
+            ["--expert-model-parallel-size 2 does not divide the 1 ranks"],
+        ),
+        (
+            "--expert-model-parallel-size 4 --world-size 4 --data-parallel-sharding-strategy no_shard --check",
+            ["--expert-model-parallel-size 4 does not divide the 1 ranks"],
+        ),
+        (
+            "--expert-model-parallel-size 2 --world-size 2 --bf16 --compile --check",
+            ["--compile with --expert-model-parallel-size 2"],
+        ),
         ("--expert-tensor-parallel-size 2", ["--expert-tensor-parallel-size 2", "wanted 1"]),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --check",
@@ -128,7 +139,7 @@ def test_a_pattern_as_long_as_the_largest_models():
         ),
         (
             "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --world-size 2 --check",
-            ["--tensor-model-parallel-size 2", "--num-experts 8"],
+            ["--tensor-model-parallel-size 2", "--num-experts 8", "--sequence-parallel"],
         ),
         ("--compile", ["--compile", "--bf16", "fp32"]),
         ("--moe-expert-capacity-factor 1.0", ["--moe-expert-capacity-factor", "no token is dropped"]),

@@ -85,8 +85,7 @@ FLOOR = 8 * torch.finfo(torch.float32).eps
 # A gradient that is zero but for rounding has what rounding leaves of the largest one.
 SMALLEST_GRADIENT = 0.01
 SHOWN = 8
-# Scores nearer to each other than this may change places by the rounding of a few fp32 sums.
-CLOSE = 1e-5
+CLOSE = 1e-5  # scores nearer to each other may change places by the rounding of a few fp32 sums
 
 
 @dataclass
@@ -400,10 +399,8 @@ def report(rows: Sequence[Row], factor: float, margin: float = math.inf) -> str:
         lines.append(f"{row.name:{width}}  {numbers}{mark}")
     lines.append(f"{len(gradients)} gradients compared, the {min(SHOWN, len(gradients))} worst shown")
     if margin < math.inf:
-        lines.append(
-            f"the closest choice of a router: by {margin:.1e}"
-            + ("; rounding can turn it, and then gradients jump" * (margin < CLOSE))
-        )
+        turned = "; rounding can turn it, and then gradients jump" * (margin < CLOSE)
+        lines.append(f"the closest choice of a router: by {margin:.1e}{turned}")
     failed = sum(row.fails for row in rows)
     verdict = "EQUAL" if not failed else f"DIFFERENT: {failed} of {len(rows)} numbers"
     lines.append(f"{verdict} (allowed: {factor:g} times the rounding error of one process)")

@@ -44,9 +44,11 @@ def by_expert(choices: torch.Tensor, num_experts: int) -> Choices:
     return Choices(order, place, experts, ends)
 
 
-# Rows [R, H], weights [R, 1] and ends [E] of `Experts.forward` on their way to the ranks that have the experts; what it
-# gives is called with this rank's experts and brings the outputs [R, H] back, in the order of the rows.
-Exchange = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[["Experts"], torch.Tensor]]
+# (rows [A, H], weights [A, 1], which of the rank's experts [A], their number) -> outputs [A, H].
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+# Rows [R, H], weights [R, 1] and ends [E], as for `Experts.forward`, on their way to the ranks that have the experts;
+# what it gives is called with how this rank computes what came to it, and brings the outputs [R, H] of my rows back.
+Exchange = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[Compute], torch.Tensor]]
 
 
 class Mixture(nn.Module):
@@ -81,9 +83,19 @@ class Mixture(nn.Module):
         else:
             through = self.exchange(rows, weights, choices.ends)
             shared = self._shared(x)  # while the rows are on their way
-            outputs = through(self.experts)
+            outputs = through(self._unsorted)
         out = Collect.apply(outputs, order, place, x.shape)
         return out if shared is None else out + shared
+
+    def _unsorted(
+        self, rows: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """`Experts.forward` of rows in any order: those of one expert keep theirs."""
+        choices = by_expert(experts, count)
+        order, place = choices.order, choices.place
+        rows, weights = (Spread.apply(part, order, place, 1) for part in (rows, weights))
+        outputs = self.experts(rows, weights, choices.experts, choices.ends)
+        return Collect.apply(outputs, order, place, outputs.shape)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared_expert is None:

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lite.distributed.mesh import ParallelMesh
-from megatron_lite.model.experts import Collect, Experts, GroupedLinear, Spread, by_expert
 
 Splits = tuple[list[int], list[int]]
 
@@ -28,19 +27,20 @@ def apply_expert_parallel(chunk: nn.Module, mesh: ParallelMesh) -> None:
     """Spread a chunk's experts over the ep axis, in place, and have its routers add up their choices over a sequence.
 
     Args:
-        chunk: on meta, with `.mixtures`: {global layer number: a module with `.router`, `.experts`, `.exchange`}.
+        chunk: on meta, with `.mixtures`: {global layer number: a module with `.router`, `.exchange` and `.experts`,
+            whose modules with weights have `.local`}.
     """
     for mixture in chunk.mixtures.values():
         mixture.router.sequence_ranks = mesh.size("cp") * mesh.size("tp")
         mixture.router.sum_over_sequence = lambda counts: mesh.sum_over(counts, "cp", "tp")
         if mesh.size("ep") > 1:
             for module in mixture.experts.modules():
-                if isinstance(module, GroupedLinear):
+                if hasattr(module, "local"):
                     _spread_experts(module, mesh.expert_mesh["ep"])
             mixture.exchange = Exchange(mesh.group("ep"))
 
 
-def _spread_experts(linear: GroupedLinear, mesh: DeviceMesh) -> None:
+def _spread_experts(linear: nn.Module, mesh: DeviceMesh) -> None:
     """Leave a rank its run of E/ep neighbouring experts."""
     for name, parameter in list(linear.named_parameters(recurse=False)):
         mine = torch.empty(
@@ -66,7 +66,7 @@ class Exchange:
 
     def __call__(
         self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
-    ) -> Callable[[Experts], torch.Tensor]:
+    ) -> Callable[[Callable[..., torch.Tensor]], torch.Tensor]:
         """rows [R, H] and weights [R, 1] by expert, which end at ends [E], on their way (see model/experts.py)."""
         ranks = dist.get_world_size(self.group)
         counts = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
@@ -90,23 +90,16 @@ class Exchange:
         messages: list["_Message"],
         coming: list[torch.Tensor],
         arriving: torch.Tensor,
-        experts: Experts,
+        compute: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """The outputs [R, H] of the rows that were sent."""
-        rows, weights = (
-            _Receive.apply(part, message) for part, message in zip(coming, messages)
-        )  # [A, H], [A, 1]
+        # [A, H] and [A, 1]
+        rows, weights = (_Receive.apply(part, message) for part, message in zip(coming, messages))
         mine = arriving.shape[1]
         numbers = torch.arange(mine, device=rows.device).repeat(len(arriving))
         numbers = numbers.repeat_interleave(arriving.flatten(), output_size=len(rows))
-        choices = by_expert(
-            numbers, mine
-        )  # of one expert the rows of the first rank first, as one process has them
-        rows, weights = (Spread.apply(part, choices.order, choices.place, 1) for part in (rows, weights))
-        outputs = experts(rows, weights, choices.experts, choices.ends)
         back = messages[0].back()
-        outputs = _Send.apply(Collect.apply(outputs, choices.order, choices.place, outputs.shape), back)
-        return _Receive.apply(outputs, back)
+        return _Receive.apply(_Send.apply(compute(rows, weights, numbers, mine), back), back)
 
 
 class _Message:

@@ -4,7 +4,6 @@ import functools
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.parity import assert_equals_one_process, make_batches, make_config, train_in_layout
 from tests.ranks import run_ranks
