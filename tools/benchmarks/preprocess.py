@@ -1,10 +1,4 @@
-"""Text to tokens: data_prep/preprocess_data.py against `tokenizers` alone.
-
-    python tools/benchmarks/preprocess.py INPUT TOKENIZER_FOLDER EOD
-
-is that baseline: `tokenizers`' encode_batch on documents in memory, on all cores. Prints the seconds inside of it, and
-a sha256 of the ids as uint16, each document ended by EOD.
-"""
+"""Text to tokens: data_prep/preprocess_data.py against `tokenizers`' encode_batch alone, on documents in memory."""
 
 import hashlib
 import json
@@ -13,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,21 +15,11 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_lite.files.command_line import RunError
-from tools.benchmarks.comparison import (
-    Options,
-    Row,
-    Table,
-    fastest,
-    refuse_unlike,
-    row_of,
-    speed,
-    take_turns,
-)
+from tools.benchmarks.comparison import Options, Table, fastest, refuse_unlike, row_of, speed, take_turns
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = "<|endoftext|>"
 MOST_REPEATS = 3  # a turn of all takes minutes
-MEMORY_LIMIT = 1e9
 HUGE_MEGABYTES = 60  # close to the limit of one document, 64
 DOCUMENTS_A_CALL = 256  # thousands at once would need gigabytes: it keeps the place of each token
 
@@ -45,10 +30,10 @@ def run(options: Options) -> list[Table]:
     workers = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="benchmark-preprocess-") as name:
         folder = Path(name)
-        corpus = make_corpus(folder, megabytes)
+        corpus = folder / "corpus.jsonl"
+        finish(program("sample_corpus", "--output", corpus, "--megabytes", megabytes))
         eod = make_tokenizer(folder, corpus, vocabulary)
         ours = our_command(folder, corpus, workers)
-        library = [sys.executable, __file__, str(corpus), str(folder), str(eod)]
         digests: dict[str, object] = {}
 
         def our_turn() -> float:
@@ -60,8 +45,8 @@ def run(options: Options) -> list[Table]:
             return seconds
 
         def library_turn() -> float:
-            seconds, digests["encode_batch"] = finish(library).split()
-            return float(seconds)
+            seconds, digests["encode_batch"] = encode(corpus, folder, eod)
+            return seconds
 
         turns = {"ours": our_turn, "encode_batch": library_turn}
         seconds = take_turns(turns, min(options.repeats, MOST_REPEATS), warm_up=0)
@@ -69,11 +54,9 @@ def run(options: Options) -> list[Table]:
         peak = peak_memory(ours)
         documents = make_huge_documents(folder, corpus, huge, count=workers + 2)
         huge_peak = peak_memory(our_command(folder, documents, workers))
-    rows = [
-        speed("ours", seconds, "encode_batch", at_least=0.9, note="whole run against encoding alone"),
-        _memory_row(f"memory, {workers} workers", peak),
-        _memory_row(f"memory, documents of {HUGE_MEGABYTES} MB", huge_peak),
-    ]
+    rows = [speed("ours", seconds, "encode_batch", at_least=0.9, note="whole run against encoding alone")]
+    peaks = {f"memory, {workers} workers": peak, f"memory, documents of {HUGE_MEGABYTES} MB": huge_peak}
+    rows += [row_of(name, "1 GB", [size / 1e9], at_most=1.0) for name, size in peaks.items()]
     facts = [
         f"Fastest, s: {fastest(seconds)}; tokenizers {tokenizers.__version__}, sha256 of .bin the same of all.",
         "Ours: seconds of the whole process. encode_batch: documents in memory, time inside of it alone, all cores.",
@@ -83,22 +66,9 @@ def run(options: Options) -> list[Table]:
     return [Table(f"preprocess: {megabytes} MB, byte-level BPE of {vocabulary:,}", rows, facts)]
 
 
-def _memory_row(name: str, peak: int) -> Row:
-    return row_of(name, "1 GB", [peak / MEMORY_LIMIT], at_most=1.0)
-
-
-def make_corpus(folder: Path, megabytes: float) -> Path:
-    """The standard library's sources as JSON lines."""
-    path = folder / "corpus.jsonl"
-    command = [ROOT / "data_prep/sample_corpus.py", "--output", path, "--megabytes", megabytes]
-    finish([sys.executable, *map(str, command)])
-    return path
-
-
 def texts_of(corpus: Path) -> list[str]:
     """The documents of a file of JSON lines."""
-    with corpus.open(encoding="utf-8") as lines:
-        return [json.loads(line)["text"] for line in lines]
+    return [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
 
 
 def make_tokenizer(folder: Path, corpus: Path, vocabulary: int) -> int:
@@ -129,33 +99,34 @@ def make_huge_documents(folder: Path, corpus: Path, megabytes: float, count: int
     return path
 
 
+def program(name: str, *words: object) -> list[str]:
+    """A program of data_prep as a user calls it."""
+    return [sys.executable, str(ROOT / f"data_prep/{name}.py"), *map(str, words)]
+
+
 def our_command(folder: Path, corpus: Path, workers: int) -> list[str]:
-    """The script as a user calls it."""
+    """Preprocessing of the corpus with the tokenizer in the folder."""
     words = ["--input", corpus, "--output-prefix", folder / "ours", "--append-eod", "--workers", workers]
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
-    words += ["--log-interval", 1_000_000]
-    return [sys.executable, str(ROOT / "data_prep/preprocess_data.py"), *map(str, words)]
+    return program("preprocess_data", *words, "--log-interval", 1_000_000)
 
 
-def finish(command: list[str]) -> str:
-    """What a program prints.
+def peak_memory(command: list[str]) -> int:
+    """Resident bytes of a program and all its children together, at most, looked at fifty times a second.
 
     Raises:
         RunError: it failed; its own last words.
     """
-    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
-    if done.returncode:
-        raise RunError(f"{Path(command[1]).name} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    return finish(command, lambda pid: sum(map(_resident, _family(pid))))
 
 
-def peak_memory(command: list[str]) -> int:
-    """Resident bytes of a program and all its children together, at most, looked at fifty times a second."""
+def finish(command: list[str], measure: Callable[[int], int] = lambda pid: 0) -> int:
+    """Run a program; the most that `measure` gave of its process. Raises RunError as peak_memory does."""
     peak = 0
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)  # noqa: S603
         while process.poll() is None:
-            peak = max(peak, sum(map(_resident, _family(process.pid))))
+            peak = max(peak, measure(process.pid))
             time.sleep(0.02)
         errors.seek(0)
         if process.returncode:
@@ -178,11 +149,11 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def encode(path: str, folder: str, eod: int) -> tuple[float, str]:
-    """Seconds inside of encode_batch, and the digest."""
+def encode(corpus: Path, folder: Path, eod: int) -> tuple[float, str]:
+    """Seconds inside of encode_batch, on all cores; sha256 of the ids as uint16, each document ended by eod."""
     core = Tokenizer.from_file(f"{folder}/tokenizer.json")
     core.encode_special_tokens = True
-    texts, digest, seconds = texts_of(Path(path)), hashlib.sha256(), 0.0
+    texts, digest, seconds = texts_of(corpus), hashlib.sha256(), 0.0
     for first in range(0, len(texts), DOCUMENTS_A_CALL):
         started = time.perf_counter()
         encoded = core.encode_batch(texts[first : first + DOCUMENTS_A_CALL], add_special_tokens=False)
@@ -190,7 +161,3 @@ def encode(path: str, folder: str, eod: int) -> tuple[float, str]:
         for document in encoded:
             digest.update(np.array([*document.ids, eod] if document.ids else [], np.uint16).tobytes())
     return seconds, digest.hexdigest()
-
-
-if __name__ == "__main__":
-    print(*encode(sys.argv[1], sys.argv[2], int(sys.argv[3])))

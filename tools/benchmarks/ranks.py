@@ -5,18 +5,16 @@ same state of its caches. Each rank computes with one thread where nothing else 
 """
 
 import multiprocessing
-import os
-import pickle
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from megatron_lite.files.command_line import RunError
 
@@ -37,44 +35,34 @@ def run_ranks(
     Raises:
         RunError: with the traceback of the first rank that failed, or that not all came to an end.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    deadline = time.monotonic() + timeout
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    pool = ProcessPoolExecutor(world_size, context)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (function, args, world_size, folder, threads, timeout)
-        ranks = start_processes(
-            _enter, arguments, world_size, join=False, daemon=True, start_method="forkserver"
-        )
+        group = (f"file://{folder}/store", world_size, threads, timeout)
+        # A rank begins by waiting for all others, so that no process is two of them.
+        ranks = [pool.submit(_run, *group, rank, function, args) for rank in range(world_size)]
         try:
-            while not ranks.join(timeout=1.0):
-                if time.monotonic() > deadline:
-                    raise RunError(f"not all of {world_size} ranks finished within the time limit")
-        except ProcessRaisedException as error:
-            raise RunError(f"rank {error.error_index} raised:\n{error.msg}") from None
-        except ProcessExitedException as error:
-            raise RunError(f"rank {error.error_index} died with exit code {error.exit_code}") from None
-        finally:
-            for process in ranks.processes:
+            ended, late = wait(ranks, timeout, FIRST_EXCEPTION)
+        finally:  # without the teardown, in which gloo's threads can abort
+            for process in list(pool._processes.values()):
                 process.kill()
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
+            pool.shutdown()
+    for rank, result in enumerate(ranks):
+        if result in ended and (error := result.exception()) is not None:
+            raise RunError(f"rank {rank} raised:\n{''.join(traceback.format_exception(error))}")
+    if late:
+        raise RunError(f"not all of {world_size} ranks finished within the time limit")
+    return [result.result() for result in ranks]
 
 
-def _enter(
-    rank: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    folder: str,
-    threads: int,
-    timeout: float,
-) -> None:
-    """The life of one rank; its result is a file. Leaves without the teardown, in which gloo's threads can abort."""
+def _run(
+    store: str, size: int, threads: int, timeout: float, rank: int, function: Callable, args: tuple
+) -> Any:
     torch.set_num_threads(threads)
-    store = f"file://{folder}/store"
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=limit)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(function(*args)))
-    dist.barrier()  # a rank that left early would disturb its peers
-    os._exit(0)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
+    return function(*args)
 
 
 def timed(turn: Callable[[], object]) -> Callable[[], float]:
