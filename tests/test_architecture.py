@@ -57,7 +57,6 @@ COLLECTIVES = {
 TALKERS = (
     "megatron_lite.distributed.",
     "megatron_lite.parallel.",
-    "megatron_lite.checkpoint.agreement",
     "megatron_lite.training.gradients",
     "megatron_lite.training.metrics",
     "megatron_lite.training.signals",

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_lite.config import Config, ConfigError, DataConfig
+from megatron_lite.config.data import TOKENIZER_FILES
 from megatron_lite.config.declare import flag_name
 from megatron_lite.data.blends import Blend, DataPlan, check_trains, data_flags, plan_data
 from megatron_lite.data.indexed_dataset import IndexedDataset
@@ -15,8 +16,7 @@ def check_not_empty(config: Config) -> None:
     for concern in (config.checkpoint, config.data):
         for item in fields(concern):
             if getattr(concern, item.name) == "":
-                flag = flag_name(item.name)
-                raise ConfigError(f"{flag} is empty: give it a value or leave it out")
+                raise ConfigError(f"{flag_name(item.name)} is empty: give it a value or leave it out")
 
 
 def check_data_source(config: Config) -> None:
@@ -25,11 +25,8 @@ def check_data_source(config: Config) -> None:
     if data_flags(data) is None and not config.command.planning:
         plan_data(data)  # says what is missing
     plan = _plan_of_what_is_here(data)
-    if (
-        plan is not None
-        and not training.skip_train
-        and 0 not in (training.train_iters, training.train_samples)
-    ):
+    trains = not training.skip_train and 0 not in (training.train_iters, training.train_samples)
+    if plan is not None and trains:
         check_trains(plan, data)
     if data.tokenizer_type is None and not config.command.planning:
         raise ConfigError("--tokenizer-type is needed (for --mock-data alone, --vocab-size is enough)")
@@ -72,15 +69,8 @@ def missing_files(config: Config) -> list[str]:
             hint = f" (leave out the ending {end})" if end in (".bin", ".idx") else ""
             if files:
                 missing.append(f"{blend.flag}: there is no {' and '.join(files)}{hint}")
-    for name in (
-        "data_args_path",
-        "per_split_data_args_path",
-        "per_dataset_sequences_path",
-        "vocab_file",
-        "merge_file",
-        "tokenizer_model",
-        "pretrained_checkpoint",
-    ):
+    of_data = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path")
+    for name in (*of_data, *TOKENIZER_FILES, "pretrained_checkpoint"):
         path = config.value(name)
         if path is not None and not _exists(path):
             hint = " (a local file or folder: nothing is downloaded)" if name == "tokenizer_model" else ""

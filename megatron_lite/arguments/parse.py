@@ -30,7 +30,7 @@ from megatron_lite.arithmetic.layer_pattern import parse_layer_pattern
 from megatron_lite.config import CONCERNS, CheckpointConfig, Config, ConfigError
 from megatron_lite.config.declare import finite_number, flag_of, in_words, whole_number
 from megatron_lite.distributed.environment import Environment
-from megatron_lite.files.command_line import guarded
+from megatron_lite.files.command_line import Parser, guarded
 from megatron_lite.files.reading import read_text
 
 StoredConfig = dict[str, dict[str, Any]]
@@ -130,9 +130,9 @@ def exit_with_error(error: ConfigError, environment: Environment) -> NoReturn:
 
 def build_parser() -> argparse.ArgumentParser:
     """An argparse parser whose namespace holds only the fields that were given."""
-    parser = _Parser(
+    parser = Parser(
+        "",
         prog="pretrain_gpt.py",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         epilog=_EPILOG,
         usage="%(prog)s [@FILE] --flag value ...",
@@ -148,11 +148,6 @@ def build_parser() -> argparse.ArgumentParser:
         kind = {"nargs": row.value if row.value in "+*" else None} if row.value else {"action": "store_true"}
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **kind)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
 
 
 def _add_field(group: argparse._ArgumentGroup, item: Field, annotation: Any) -> None:
@@ -211,7 +206,7 @@ def _value(item: Field, annotation: Any, given: Any) -> Any:
         return given
     read = {int: whole_number, float: finite_number}[_scalar(annotation)]
     count, text = item.metadata["nargs"], " ".join(given)
-    words = [word for word in re.split(r"[\s,\[\]()]+", text) if word]
+    words = re.findall(r"[^\s,\[\]()]+", text)
     if isinstance(count, int) and len(words) != count:
         raise ConfigError(f"{flag_of(item)} is '{text}', wanted {count} numbers")
     try:
@@ -298,8 +293,6 @@ def _check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
             same = [other for other in strange if why_refused(other) == reason]
             raise ConfigError(f"{', '.join(same)}: {reason}")
     if strange:
-        close = {
-            n: difflib.get_close_matches(n.replace("_", "-"), list(known), n=3, cutoff=0.7) for n in strange
-        }
-        hints = [f"{n} (did you mean {' or '.join(c)}?)" if c else n for n, c in close.items()]
+        close = [difflib.get_close_matches(n.replace("_", "-"), [*known], n=3, cutoff=0.7) for n in strange]
+        hints = [f"{n} (did you mean {' or '.join(c)}?)" if c else n for n, c in zip(strange, close)]
         raise ConfigError(f"unknown flag{'s' if len(strange) > 1 else ''}: {', '.join(hints)}")

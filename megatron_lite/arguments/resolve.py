@@ -11,22 +11,11 @@ from megatron_lite.arithmetic.layer_pattern import pattern_of_layers
 from megatron_lite.arithmetic.pipeline_layout import parse_layout
 from megatron_lite.arithmetic.pipeline_schedule import V_SCHEDULES
 from megatron_lite.config import FIELDS, Config, ConfigError
-from megatron_lite.config.data import TOKENIZER_FLAGS
+from megatron_lite.config.data import TOKENIZER_FILES, TOKENIZER_FLAGS
 from megatron_lite.config.declare import flag_name
 from megatron_lite.config.model import TRAINING_ONLY
 from megatron_lite.data.blends import DEFAULT_SPLIT, split_words
 from megatron_lite.distributed.environment import Environment
-
-# Model flags that may differ from the checkpoint's: they change how it trains, not what its weights mean.
-_TRAINING_ONLY = {
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "attention_backend",
-    "cross_entropy_loss_fusion",
-    "max_position_embeddings",
-    *TRAINING_ONLY,
-}
 
 
 def place(values: Mapping[str, Any], accepted: Mapping[str, Any], environment: Environment) -> Config:
@@ -67,12 +56,11 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
     # A NullTokenizer adds its end of document to --vocab-size; what is stored counts it already. A model that came
     # without a tokenizer goes on with one, as its size alone asks for.
     tokenizer = config.data.tokenizer_type or kept.data.tokenizer_type
-    files = ("tokenizer_model", "vocab_file", "merge_file")
-    named = any(data.value(name) for data in (config, kept) for name in files)
+    named = any(data.value(name) for data in (config, kept) for name in TOKENIZER_FILES)
     if kept.model.vocab_size and (tokenizer == "NullTokenizer" or (tokenizer is None and not named)):
         kept = _with(kept, vocab_size=kept.model.vocab_size - 1)
     unsaid = {name for name in given if name not in there or (name == "vocab_size" and there[name] is None)}
-    own = given & _TRAINING_ONLY | unsaid
+    own = given & {*TRAINING_ONLY, "max_position_embeddings"} | unsaid
     contradictions = [
         f"{flag_name(name)} is {config.value(name)}, the checkpoint of --use-checkpoint-args has {kept.value(name)}"
         for name in sorted(given - own)
@@ -89,11 +77,7 @@ def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
 
 
 def complete(config: Config) -> Config:
-    """Fill in every derived value; `parse.checked` looks at the whole.
-
-    Raises:
-        ConfigError: one sentence, with the flags and the numbers that do not fit.
-    """
+    """Fill in every derived value; `parse.checked` looks at the whole. Raises ConfigError for what does not fit."""
     for step in (
         _check_needed,
         _complete_model,
@@ -266,10 +250,6 @@ def _complete_test_mode(config: Config) -> Config:
     """--test-mode: what is too expensive otherwise is checked too, all along the run."""
     if not config.training.test_mode:
         return config
+    config = _with(config, verify_integrity=True, exit_on_save_failure=True)
     interval = config.training.check_weight_hash_across_dp_replicas_interval or 1
-    return _with(
-        config,
-        check_weight_hash_across_dp_replicas_interval=interval,
-        verify_integrity=True,
-        exit_on_save_failure=True,
-    )
+    return _with(config, check_weight_hash_across_dp_replicas_interval=interval)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lite.config.declare import ConfigError
+from megatron_lite.distributed.collectives import from_first_rank, gathered_objects
 
 Result = TypeVar("Result")
 
@@ -23,10 +24,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        values = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gathered_objects(value, self.group)
 
     def rank0_only(self, function: Callable[[], Result]) -> Result:
         """Rank 0's result, on every rank.
@@ -34,10 +32,8 @@ class Ranks:
         Raises:
             ConfigError: what rank 0 raised, as one sentence.
         """
-        outcome = [_attempt(function) if self.rank == 0 else None]
-        if self.group is not None:
-            dist.broadcast_object_list(outcome, group_src=0, group=self.group)
-        result, problem = outcome[0]
+        outcome = _attempt(function) if self.rank == 0 else None
+        result, problem = outcome if self.group is None else from_first_rank(outcome, self.group)
         if problem is not None:
             raise ConfigError(problem)
         return result

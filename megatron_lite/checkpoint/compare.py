@@ -11,16 +11,7 @@ from megatron_lite.config.data import TOKENIZER_FILES, TOKENIZER_FLAGS
 from megatron_lite.config.model import TRAINING_ONLY
 
 # Fields of the model that change no weight's meaning: free to change.
-_MODEL_FREE = {
-    "attention_backend",
-    "cross_entropy_loss_fusion",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-    "padded_vocab_size",
-    *TRAINING_ONLY,
-}
+_MODEL_FREE = {*TRAINING_ONLY, "make_vocab_size_divisible_by", "padded_vocab_size"}
 # Fields that change what a position means, not a shape: a run that only takes the weights may set them anew, which
 # is how a context is made longer.
 _POSITIONS = {
@@ -137,12 +128,9 @@ def stored_config(config: Config) -> StoredConfig | None:
 
 def _refusal(concern: str, field: str, before: Any, config: Config, weights_only: bool) -> str | None:
     if concern == "model":
-        unused = (
-            field == "max_position_embeddings" and config.model.position_embedding_type != "learned_absolute"
-        )
-        unknown = (
-            field in ("vocab_size", "padded_vocab_size") and before is None
-        )  # before the tokenizer was known
+        learned = config.model.position_embedding_type == "learned_absolute"
+        unused = field == "max_position_embeddings" and not learned
+        unknown = field == "vocab_size" and before is None  # before the tokenizer was known
         free = field in _MODEL_FREE or (weights_only and field in _POSITIONS)
         return None if unused or unknown or free else "model"
     if field in _ORDER.get(concern, ()):

@@ -49,7 +49,11 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """{concern: {field: value}} in plain JSON types (tuples become lists)."""
-        return {name: _plain(asdict(getattr(self, name))) for name in CONCERNS}
+        plain = {name: asdict(getattr(self, name)).items() for name in CONCERNS}
+        return {
+            name: {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+            for name, items in plain.items()
+        }
 
     @classmethod
     def from_dict(cls, stored: dict[str, dict[str, Any]]) -> "Config":
@@ -73,10 +77,6 @@ class Config:
                 f"the stored configuration has keys this version does not know: {', '.join(unknown)}"
             )
         return cls(**{name: CONCERNS[name](**values) for name, values in parts.items()})
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 # Concern -> its dataclass, as Config's fields say.

@@ -2,8 +2,8 @@
 
 import math
 import re
-import types
 from dataclasses import Field, field
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 Words = tuple[str, ...]
@@ -100,31 +100,21 @@ def check_stored(name: str, value: Any, item: Field, annotation: Any) -> None:
 
 def wanted_of(item: Field, annotation: Any) -> str:
     """In words, what a flag takes: its choices, or its kind and limits."""
-    limits = item.metadata
+    limits, words = item.metadata, {"above": "above", "minimum": "at least", "maximum": "at most"}
     if "choices" in limits:
         return " or ".join(map(str, limits["choices"]))
-    bounds = [
-        f"{word} {limits[name]}"
-        for name, word in (("above", "above"), ("minimum", "at least"), ("maximum", "at most"))
-        if limits.get(name) is not None
-    ]
+    bounds = [f"{word} {limits[name]}" for name, word in words.items() if limits.get(name) is not None]
     kind, null, _ = kind_in_words(annotation).partition(" or null")
     return " ".join([kind, *bounds]) + null
 
 
 def kind_in_words(annotation: Any) -> str:
     """'a whole number', 'a list of text or nothing': an annotation for people."""
-    if isinstance(annotation, types.UnionType):
+    if isinstance(annotation, UnionType):
         return " or ".join(map(kind_in_words, get_args(annotation)))
     if get_origin(annotation) in (tuple, list):
         return f"a list of {kind_in_words(get_args(annotation)[0])}"
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        types.NoneType: "null",
-    }
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
     return words.get(get_origin(annotation) or annotation, "an object")
 
 
@@ -133,7 +123,7 @@ def is_of_kind(value: Any, annotation: Any) -> bool:
 
     Of a dict only that it is one.
     """
-    if isinstance(annotation, types.UnionType):
+    if isinstance(annotation, UnionType):
         return any(is_of_kind(value, kind) for kind in get_args(annotation))
     if get_origin(annotation) is tuple:
         kind = get_args(annotation)[0]

@@ -7,9 +7,14 @@ from megatron_lite.config.declare import Numbers, Words, flag
 
 # The widest head that flash attention computes.
 FLASH_MAX_WIDTH = 256
-# Expert flags that may differ from a checkpoint's: they change how it trains, not what its weights mean.
+# Flags of the model that may differ from a checkpoint's: they change how it trains, not what its weights mean.
 TRAINING_ONLY = frozenset(
     {
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "attention_backend",
+        "cross_entropy_loss_fusion",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
         "moe_z_loss_coeff",

@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(message.removeprefix("argument "))
 
 
 class RunError(RuntimeError):

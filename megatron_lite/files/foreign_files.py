@@ -14,6 +14,8 @@ _MAGIC = {
     b"\xfd7zXZ": "is xz-compressed: unpack it first",
     b"PK\x03\x04": "is a zip archive (or what torch.save writes)",
     b"%PDF": "is a PDF document",
+    b"ARROW1": "is an Arrow file (preprocess_data.py reads it with --dataset FOLDER)",
+    b"MMIDIDX": "is a Megatron index",
     b"\xff\xfe": "is UTF-16 text with a byte order mark: save it as UTF-8",
     b"\xfe\xff": "is UTF-16 text with a byte order mark: save it as UTF-8",
     b"\xef\xbb\xbf": "begins with a byte order mark (BOM): save it as UTF-8 without one",

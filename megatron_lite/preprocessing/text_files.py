@@ -23,13 +23,6 @@ _HEAD_BYTES = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 _JSON_OBJECT = re.compile(rb'\s*\{\s*["}]')
 _JSON_ARRAY = re.compile(rb'\s*\[\s*[\[{"]')
-_NOT_DATA = {
-    b"PK\x03\x04": "a zip archive",
-    b"\xfd7zXZ": "an xz file",
-    b"BZh": "a bzip2 file",
-    b"ARROW1": "an Arrow file (read it with --dataset FOLDER)",
-    b"MMIDIDX": "a Megatron index",
-}
 _UTF_16_OR_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff", b"{\0", b"\0{", b"[\0")
 
 Problem = tuple[str, str]  # kind of problem, sentence
@@ -140,20 +133,14 @@ def _is_named_json(file: TextFile) -> bool:
 
 def _problem(file: TextFile, head: bytes) -> Problem | None:
     """Why a file that begins with `head` holds no documents."""
-    for magic, name in _NOT_DATA.items():
-        if head.startswith(magic):
-            return "unknown format", f"is {name}, wanted JSON lines, text or parquet"
     if head.startswith(_UTF_16_OR_32):
         return "UTF-16", "is UTF-16 or UTF-32 text, wanted UTF-8"
-    text = head.removeprefix(_BOM)
-    what = foreign_content(text) if head else ""
-    if "pointer" in what:
-        return "pointer", f"holds no documents{what}"
-    named_json = _is_named_json(file)
+    text, named_json = head.removeprefix(_BOM), _is_named_json(file)
     if _JSON_ARRAY.match(text) or (named_json and text.lstrip().startswith(b"[")):
         return "JSON array", "holds one JSON array, wanted JSON lines: one object a line"
-    if named_json and what:
-        return "unknown format", f"holds no JSON lines{what}"
+    what = foreign_content(text) if head else ""
+    if what and (named_json or " page" not in what):  # a page can be a text
+        return "unknown format", f"holds no JSON lines, text or parquet{what}"
     return None
 
 
