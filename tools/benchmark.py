@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,10 +50,8 @@ def suite_of(name: str) -> Callable[[Options], list[Table]]:
 def machine() -> str:
     """One line: date, torch, Python, processor, cores or GPU."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return (
-        f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {device}, "
-        f"{torch.get_num_threads()} threads"
-    )
+    versions = f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{versions}, {device}, {torch.get_num_threads()} threads"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,23 +71,18 @@ def main(argv: Sequence[str]) -> None:
     if own.output is not None:
         make_folder_of(own.output / "results.json", "--output")
     options = Options(1 if own.quick else own.repeats, own.quick, own.peers)
-    results: dict[str, list[Table]] = {}
-    if not own.json:
-        print(machine(), flush=True)
+    results, show = {}, (lambda text: None) if own.json else partial(print, flush=True)
+    show(machine())
     for name in own.suite:
-        results[name] = suite_of(name)(options)
-        if not own.json:
-            print("\n" + "\n\n".join(render(table) for table in results[name]), flush=True)
-    suites = {name: [_as_json(table) for table in tables] for name, tables in results.items()}
-    content = json.dumps({"machine": machine(), "suites": suites}, indent=1)
+        tables = suite_of(name)(options)
+        show("\n" + "\n\n".join(map(render, tables)))
+        rows = [[asdict(row) | {"verdict": row.verdict} for row in table.rows] for table in tables]
+        results[name] = [asdict(table) | {"rows": each} for table, each in zip(tables, rows)]
+    content = json.dumps({"machine": machine(), "suites": results}, indent=1)
     if own.json:
         print(content)
     if own.output is not None:
         write_aside(own.output / "results.json", content + "\n")
-
-
-def _as_json(table: Table) -> dict:
-    return asdict(table) | {"rows": [asdict(row) | {"verdict": row.verdict} for row in table.rows]}
 
 
 if __name__ == "__main__":

@@ -55,10 +55,8 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.heads = sizes.heads
-        self.q_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
-        self.k_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
-        self.v_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
-        self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(sizes.hidden, sizes.hidden, bias=False))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
@@ -86,18 +84,6 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class GroupedWeight(nn.Module):
-    """The matrices of all experts [E, out, in] in one kernel."""
-
-    def __init__(self, experts: int, width_in: int, width_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, width_out, width_in))
-
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """rows [T*K, in] sorted by expert, the last row of each before ends [E] -> [T*K, out]."""
-        return F.grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
-
-
 class Mixture(nn.Module):
     """The K experts of the largest router logits, weighted by a softmax over these (as Mixtral), without loss."""
 
@@ -105,9 +91,11 @@ class Mixture(nn.Module):
         super().__init__()
         self.chosen, self.num_experts = sizes.chosen, sizes.experts
         self.router = nn.Linear(sizes.hidden, sizes.experts, bias=False)
-        up, down = (sizes.hidden, sizes.ffn), (sizes.ffn, sizes.hidden)
-        shapes = {"gate_proj": up, "up_proj": up, "down_proj": down}
-        self.experts = nn.ModuleDict({name: GroupedWeight(sizes.experts, *shapes[name]) for name in shapes})
+        shapes = {"gate_proj": (sizes.ffn, sizes.hidden), "up_proj": (sizes.ffn, sizes.hidden)}
+        shapes["down_proj"] = (sizes.hidden, sizes.ffn)
+        self.experts = nn.ModuleDict({name: nn.ParameterDict() for name in shapes})
+        for name, shape in shapes.items():
+            self.experts[name]["weight"] = nn.Parameter(torch.empty(sizes.experts, *shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
@@ -116,9 +104,13 @@ class Mixture(nn.Module):
         weights = logits.softmax(dim=-1).flatten()
         order = experts.flatten().argsort(stable=True)
         ends = torch.bincount(experts.flatten(), minlength=self.num_experts).cumsum(0).int()
-        rows = tokens[order // self.chosen]
-        inner = F.silu(self.experts["gate_proj"](rows, ends)) * self.experts["up_proj"](rows, ends)
-        out = self.experts["down_proj"](inner * weights[order, None], ends)
+        rows = tokens[order // self.chosen]  # [T*K, H], sorted by expert
+
+        def project(rows: torch.Tensor, name: str) -> torch.Tensor:
+            return F.grouped_mm(rows, self.experts[name]["weight"].transpose(1, 2), offs=ends)
+
+        inner = F.silu(project(rows, "gate_proj")) * project(rows, "up_proj")
+        out = project(inner * weights[order, None], "down_proj")
         return torch.zeros_like(tokens).index_add(0, order // self.chosen, out).view_as(x)
 
 
@@ -149,10 +141,8 @@ class BareModel(nn.Module):
     ) -> None:
         super().__init__()
         numbers = range(sizes.layers) if layers is None else layers
-        self.embedding = None
-        if first:
-            words = nn.Embedding(sizes.vocabulary, sizes.hidden)
-            self.embedding = nn.ModuleDict({"word_embeddings": words})
+        words = {"word_embeddings": nn.Embedding(sizes.vocabulary, sizes.hidden)} if first else {}
+        self.embedding = nn.ModuleDict(words)
         self.layers = nn.ModuleDict({str(number): Block(sizes) for number in numbers})
         self.final_norm = nn.RMSNorm(sizes.hidden, eps=NORM_EPSILON) if last else None
         self.lm_head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False) if last else None
@@ -163,8 +153,7 @@ class BareModel(nn.Module):
         self.register_buffer("sin", torch.cat((angles, angles), dim=-1).sin(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layers that are here."""
-        if self.embedding is not None:
+        if self.embedding:
             x = self.embedding["word_embeddings"](x)
         for layer in self.layers.values():
             x = layer(x, self.cos, self.sin)
@@ -173,11 +162,8 @@ class BareModel(nn.Module):
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW, fused as ours is; norms do not decay."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
+    norms, matrices = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (False, True))
+    groups = [{"params": norms, "weight_decay": 0.0}, {"params": matrices, "weight_decay": WEIGHT_DECAY}]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
 
 

@@ -13,19 +13,11 @@ import torch.distributed as dist
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config import CheckpointConfig, Config, ParallelConfig
-from tools.benchmarks.comparison import (
-    Options,
-    Seconds,
-    Table,
-    cost,
-    fastest,
-    refuse_unlike,
-    speed,
-    take_turns,
-)
+from tools.benchmarks.comparison import Options, Table, cost, fastest, refuse_unlike, speed, take_turns
 from tools.benchmarks.ranks import run_ranks, timed
 
 TENSORS = 16  # a rank; as many names as a small model has
+BLOCKED, COPY = "blocked by a background save", "copy for a background save"
 
 
 def run(options: Options) -> list[Table]:
@@ -38,31 +30,28 @@ def run(options: Options) -> list[Table]:
             seconds = run_ranks(contests, ranks, folder, megabytes << 20, options.repeats)[0]
         rows = [
             speed("save", seconds, "plain write", at_least=0.8, note="synced, hashed, renamed"),
-            cost("blocked by a background save", seconds, "save", at_most=0.05, note="within a step"),
-            cost("copy for a background save", seconds, "save", note="blocks where no step is long enough"),
+            cost(BLOCKED, seconds, "save", at_most=0.05, note="within a step"),
+            cost(COPY, seconds, "save", note="blocks where no step is long enough"),
             speed("load", seconds, "plain read", at_least=0.8, note="files in the page cache"),
             speed("load, cold", seconds, "plain read, cold", at_least=0.8, note="page cache emptied of them"),
         ]
         facts = [
-            f"Fastest, s: {fastest(seconds)}.",
-            "Blocked: the call to save and the optimizer's wait for the copy, in a step that computes on the same "
-            "core for as long as a synchronous save takes.",
+            f"Fastest, s: {fastest(seconds)}. Blocked: the call to save and the optimizer's wait for the copy, in a "
+            "step that computes on the same core for as long as a synchronous save takes."
         ]
         tables.append(Table(f"checkpoint: {megabytes} MiB, {ranks} rank{'s'[: ranks - 1]}", rows, facts))
     return tables
 
 
-def contests(folder: str, total_bytes: int, repeats: int) -> Seconds:
-    """On every rank: all turns."""
+def contests(folder: str, total_bytes: int, repeats: int) -> dict[str, list[float]]:
+    """On every rank: the seconds of all turns."""
     state = State(Path(folder), total_bytes // dist.get_world_size())
     writes = {"save": state.save, "plain write": state.write_plain}
     seconds = take_turns({name: partial(state.write_turn, write) for name, write in writes.items()}, repeats)
     background, step = Background(state), max(0.2, min(seconds["save"]))
-    blocked = {
-        "blocked by a background save": partial(background.turn, step),
-        "copy for a background save": partial(background.turn, 0.0),
-    }
-    seconds |= take_turns(blocked, repeats)
+    seconds |= take_turns(
+        {BLOCKED: partial(background.turn, step), COPY: partial(background.turn, 0.0)}, repeats
+    )
     state.save()
     state.write_plain()
     for suffix, prepare in (("", lambda: None), (", cold", state.evict)):
@@ -87,7 +76,6 @@ class State:
         self.iteration = 0
 
     def open(self, async_save: bool) -> Checkpointer:
-        """A checkpointer on our folder."""
         where = CheckpointConfig(save=str(self.ours), load=str(self.ours), async_save=async_save)
         config = Config(checkpoint=where, parallel=ParallelConfig(world_size=dist.get_world_size()))
         layout = {"pp": dist.get_world_size()}
@@ -113,21 +101,17 @@ class State:
         return seconds
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether these are the state."""
         return all(torch.equal(tensors[name], kept) for name, kept in self.tensors.items())
 
     def save(self, checkpointer: Checkpointer | None = None) -> None:
-        """Ours."""
         self.iteration += 1
         checkpointer = checkpointer or self.checkpointer
         assert checkpointer.save(self.iteration, self.tensors, {"consumed_samples": 0}, {})
 
     def load(self) -> None:
-        """Ours: find the newest checkpoint, fill the targets."""
         self.checkpointer.load(self.checkpointer.find(), self.targets)
 
-    def write_plain(self) -> None:
-        """The same bytes into one file a rank, synced."""
+    def write_plain(self) -> None:  # one file a rank, synced
         with self.plain.open("wb") as file:
             for tensor in self.tensors.values():
                 file.write(memoryview(tensor.numpy()))
@@ -135,15 +119,11 @@ class State:
             os.fsync(file.fileno())
 
     def read_plain(self) -> None:
-        """The plain file into the targets."""
-        with self.plain.open("rb", buffering=0) as file:
+        with self.plain.open("rb") as file:
             for target in self.targets.values():
-                view = memoryview(target.numpy()).cast("B")
-                while view:
-                    view = view[file.readinto(view) :]
+                file.readinto(target.numpy())
 
-    def evict(self) -> None:
-        """Take all files out of the page cache."""
+    def evict(self) -> None:  # all files from the page cache
         for path in [*self.plain.parent.glob("plain*"), *self.ours.rglob("*")]:
             if path.is_file():
                 with path.open("rb") as file:

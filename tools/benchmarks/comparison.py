@@ -4,21 +4,18 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_lite.files.command_line import RunError
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every suite is handed.
+    """What every suite is handed."""
 
-    repeats: turns that each contestant gets. quick: the smallest form that still runs everything, for a test; its
-    figures mean nothing. peers: also run other code bases that happen to be installed.
-    """
-
-    repeats: int = 7
-    quick: bool = False
-    peers: bool = False
+    repeats: int = 7  # turns that each contestant gets
+    quick: bool = False  # the smallest form that still runs everything, for a test; its figures mean nothing
+    peers: bool = False  # also run other code bases that happen to be installed
 
 
 @dataclass(frozen=True)
@@ -37,10 +34,10 @@ class Row:
     @property
     def verdict(self) -> str:
         """'ok', 'MISSED', or '' where nothing was wanted."""
-        if self.at_least is None and self.at_most is None:
+        if self.at_least is self.at_most is None:
             return ""
-        low = self.at_least is None or self.value >= self.at_least
-        return "ok" if low and (self.at_most is None or self.value <= self.at_most) else "MISSED"
+        least, most = self.at_least or 0, math.inf if self.at_most is None else self.at_most
+        return "ok" if least <= self.value <= most else "MISSED"
 
 
 @dataclass(frozen=True)
@@ -61,40 +58,30 @@ def take_turns(contestants: Mapping[str, Callable[[], float]], repeats: int, war
 
     contestants: name -> does one turn and returns the seconds that count.
     """
-    names = list(contestants)
-    seconds: Seconds = {name: [] for name in names}
+    seconds: Seconds = {name: [] for name in contestants}
     for turn in range(warm_up + repeats):
-        for name in names if turn % 2 == 0 else reversed(names):
-            taken = contestants[name]()
-            if turn >= warm_up:
-                seconds[name].append(taken)
-    return seconds
+        for name in contestants if turn % 2 == 0 else reversed(contestants):
+            seconds[name].append(contestants[name]())
+    return {name: times[warm_up:] for name, times in seconds.items()}
 
 
-def row_of(
-    name: str,
-    baseline: str,
-    ratios: Sequence[float],
-    at_least: float | None = None,
-    at_most: float | None = None,
-    note: str = "",
-) -> Row:
-    """A row of the median and the quartiles."""
+def row_of(name: str, baseline: str, ratios: Sequence[float], *wanted: float | None, **more: Any) -> Row:
+    """A row of the median and the quartiles; wanted: at_least, at_most, as Row has them."""
     several = ratios if len(ratios) > 1 else [*ratios, *ratios]
     low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
-    return Row(name, baseline, middle, low, high, at_least, at_most, note)
+    return Row(name, baseline, middle, low, high, *wanted, **more)
 
 
 def speed(name: str, seconds: Seconds, baseline: str, at_least: float | None = None, note: str = "") -> Row:
     """How fast `name` is as a share of `baseline` (above 1: faster), by the rounds' own ratios."""
     ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
-    return row_of(name, baseline, ratios, at_least=at_least, note=note)
+    return row_of(name, baseline, ratios, at_least, note=note)
 
 
 def cost(name: str, seconds: Seconds, baseline: str, at_most: float | None = None, note: str = "") -> Row:
     """How long `name` takes as a multiple of `baseline` (above 1: longer), by the rounds' own ratios."""
     ratios = [ours / theirs for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
-    return row_of(name, baseline, ratios, None, at_most, note)
+    return row_of(name, baseline, ratios, None, at_most, note=note)
 
 
 def fastest(seconds: Seconds, per_second: float = 1.0) -> str:

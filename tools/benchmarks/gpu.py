@@ -17,7 +17,7 @@ from megatron_lite.distributed.process_group import process_group
 from megatron_lite.parallel.pipeline import Batch
 from tools.benchmarks.baseline_model import QUICK, Sizes, build_optimizer, random_batches, train_step
 from tools.benchmarks.comparison import Options, Table, row_of, speed
-from tools.benchmarks.ours import build_prepared, run_config
+from tools.benchmarks.ours import PreparedRun, run_config
 from tools.benchmarks.scripts import bare_model
 
 SECONDS = 400.0  # after that no new measurement begins: the last one may take some 30 s
@@ -99,7 +99,7 @@ def train(sizes: Sizes, variant: str, device: torch.device, quick: bool, steps: 
     """Steps after WARM_UP ones; a sentence when the memory does not hold them. Leaves nothing on the device."""
     config = _config(sizes, VARIANTS[variant], quick)
     try:
-        prepared = build_prepared(config, _batches(sizes, device), device)
+        prepared = PreparedRun(config, _batches(sizes, device), device)
         results = [prepared.step() for _ in range(WARM_UP + steps)]  # a step ends with its loss on the host
         seconds = [result.seconds for result in results[WARM_UP:]]
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -127,7 +127,7 @@ def correctness(device: torch.device, quick: bool) -> Table:
     for variant, _ in pairs:
         losses[variant] = train(sizes, variant, device, quick, steps=1).loss
     rows = [
-        replace(row_of(name, other, [losses[name] / losses[other]], 1 - most), at_most=1 + most)
+        row_of(name, other, [losses[name] / losses[other]], 1 - most, 1 + most)
         for (name, other), most in pairs.items()
     ]
     total = torch.ones(1, device=device)

@@ -1,7 +1,6 @@
 """Our side of a comparison: the baseline's sizes as flags, the program's own step, fed by hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import cycle
 
 import torch
@@ -14,17 +13,9 @@ from megatron_lite.distributed.environment import Environment
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.parallel.pipeline import Batch
 from megatron_lite.training.metrics import StepResult
-from megatron_lite.training.run import Run, build_run
-from tools.benchmarks.baseline_model import (
-    BETAS,
-    CLIP,
-    EPSILON,
-    LEARNING_RATE,
-    NORM_EPSILON,
-    ROTARY_BASE,
-    WEIGHT_DECAY,
-    Sizes,
-)
+from megatron_lite.training.run import build_run
+from tools.benchmarks import baseline_model as bare
+from tools.benchmarks.baseline_model import Sizes
 from tools.benchmarks.scripts import Job, Step
 
 
@@ -34,15 +25,16 @@ def run_flags(sizes: Sizes) -> list[str]:
     One id less than the vocabulary: NullTokenizer adds its end of document.
     """
     mixture = f"--num-experts {sizes.experts} --moe-router-topk {sizes.chosen}" if sizes.experts else ""
+    beta1, beta2 = bare.BETAS
     return f"""
         {mixture} --num-layers {sizes.layers} --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads}
         --ffn-hidden-size {sizes.ffn} --seq-length {sizes.seq_length} --max-position-embeddings {sizes.seq_length}
         --vocab-size {sizes.vocabulary - 1} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer
-        --micro-batch-size {sizes.micro_batch} --swiglu --normalization RMSNorm --norm-epsilon {NORM_EPSILON}
-        --position-embedding-type rope --rotary-base {ROTARY_BASE:.0f} --disable-bias-linear
+        --micro-batch-size {sizes.micro_batch} --swiglu --normalization RMSNorm --norm-epsilon {bare.NORM_EPSILON}
+        --position-embedding-type rope --rotary-base {bare.ROTARY_BASE:.0f} --disable-bias-linear
         --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
-        --lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP}
-        --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} --cpu --eval-iters 0
+        --lr {bare.LEARNING_RATE} --lr-decay-style constant --weight-decay {bare.WEIGHT_DECAY} --clip-grad {bare.CLIP}
+        --adam-beta1 {beta1} --adam-beta2 {beta2} --adam-eps {bare.EPSILON} --cpu --eval-iters 0
     """.split()
 
 
@@ -56,19 +48,16 @@ def run_config(sizes: Sizes, *more: str, world_size: int = 1, data: str = "--moc
     return with_vocabulary(config, sizes.vocabulary)
 
 
-@dataclass
 class PreparedRun:
-    """A run whose batches lie ready: tokens and labels [M*B, S] of this data-parallel rank, taken round and round."""
+    """The run that pretrain_gpt.py would train, over batches that lie ready on the device, taken round and round."""
 
-    run: Run
-    batches: Sequence[Batch]
-    _following: cycle = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._following = cycle(self.batches)
+    def __init__(self, config: Config, batches: Sequence[Batch], device: str | torch.device = "cpu") -> None:
+        """batches: tokens and labels [M*B, S] of this data-parallel rank."""
+        self.run = build_run(config, build_mesh(config, torch.device(device)))
+        self._following = cycle(batches)
 
     def next_batch(self, global_batch_size: int) -> Batch:
-        """The next batch, as the Loader gives it."""
+        """As the Loader's."""
         return next(self._following)
 
     def step(self) -> StepResult:
@@ -76,19 +65,8 @@ class PreparedRun:
         return self.run.step(self)
 
 
-def build_prepared(
-    config: Config,
-    batches: Sequence[Batch],
-    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
-) -> PreparedRun:
-    """The run that pretrain_gpt.py would train, over batches on the device."""
-    return PreparedRun(build_run(config, build_mesh(config, device)), batches)
-
-
 def our_step(job: Job, flags: str = "") -> Step:
     """The program's own step, in the layout that the flags ask for."""
-    batch = f"--global-batch-size {job.global_batch}"
-    prepared = build_prepared(
-        run_config(job.sizes, batch, flags, world_size=dist.get_world_size()), job.batches
-    )
+    words = f"--global-batch-size {job.global_batch} {flags}"
+    prepared = PreparedRun(run_config(job.sizes, words, world_size=dist.get_world_size()), job.batches)
     return lambda: prepared.step().loss

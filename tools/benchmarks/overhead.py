@@ -26,10 +26,9 @@ from megatron_lite.training.run import Run, build_run
 from megatron_lite.training.signals import StopConditions
 from tools.benchmarks.baseline_model import QUICK, Sizes
 from tools.benchmarks.comparison import Options, Row, Table, refuse_unlike, row_of, speed, take_turns
-from tools.benchmarks.ours import build_prepared, run_config
+from tools.benchmarks.ours import PreparedRun, run_config
 from tools.benchmarks.ranks import run_ranks
 
-THREADS = 2
 STEPS_A_TURN = 5
 LOG_INTERVALS = (1, 10)
 MOST = 0.02
@@ -37,8 +36,7 @@ MOST = 0.02
 
 def run(options: Options) -> list[Table]:
     """All that a run does besides computing, as a share of its step: data, log, checkpoint checks, signals."""
-    sizes = QUICK if options.quick else Sizes()
-    threads = 1 if options.quick else THREADS
+    sizes, threads = (QUICK, 1) if options.quick else (Sizes(), 2)
     with tempfile.TemporaryDirectory() as folder:
         rows, step = run_ranks(measure, 1, sizes, Path(folder), options.repeats, threads=threads)[0]
     facts = [
@@ -96,7 +94,7 @@ def measure(sizes: Sizes, folder: Path, repeats: int) -> tuple[list[Row], float]
         for name, config in configs.items()
     }
     steps, losses = (repeats + 1) * STEPS_A_TURN, {}
-    alone = build_prepared(first, batches_of(next(iter(whole.values())).run, datasets, steps))
+    alone = PreparedRun(first, batches_of(next(iter(whole.values())).run, datasets, steps))
 
     def computing_only() -> float:
         started = time.perf_counter()

@@ -22,16 +22,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.model.initialization import initial_rows
 from megatron_lite.parallel.pipeline import Batch
-from tools.benchmarks.baseline_model import (
-    CLIP,
-    NORM_EPSILON,
-    ROTARY_BASE,
-    BareModel,
-    Sizes,
-    build_optimizer,
-    mean_loss,
-    train_step,
-)
+from tools.benchmarks import baseline_model as by_hand
+from tools.benchmarks.baseline_model import BareModel, Sizes, build_optimizer, mean_loss, train_step
 
 Step = Callable[[], float]  # one whole step; the mean loss of the global batch
 
@@ -105,10 +97,8 @@ def pipelined(job: Job, chunks: int) -> Step:
         model = BareModel(job.sizes, layers, first=stage == 0, last=stage == size * chunks - 1)
         models.append(with_initial_weights(model, job.sizes))
     stages = [PipelineStage(model, stage, size * chunks, device) for model, stage in zip(models, mine)]
-    if chunks == 1:
-        schedule = Schedule1F1B(stages[0], job.microbatches, loss_fn=mean_loss)
-    else:
-        schedule = ScheduleInterleaved1F1B(stages, job.microbatches, loss_fn=mean_loss)
+    kind, held = (Schedule1F1B, stages[0]) if chunks == 1 else (ScheduleInterleaved1F1B, stages)
+    schedule = kind(held, job.microbatches, loss_fn=mean_loss)
     optimizer, following = build_optimizer(models), cycle(job.batches)
 
     def step() -> float:
@@ -120,7 +110,7 @@ def pipelined(job: Job, chunks: int) -> Step:
         loss = torch.stack(losses).mean() if losses else torch.zeros(())
         totals = torch.stack([norm.square(), loss.detach()])
         dist.all_reduce(totals)
-        nn.utils.clip_grads_with_norm_(models.parameters(), CLIP, totals[0].sqrt())
+        nn.utils.clip_grads_with_norm_(models.parameters(), by_hand.CLIP, totals[0].sqrt())
         optimizer.step()
         optimizer.zero_grad()
         return totals[1].item()
@@ -140,14 +130,13 @@ LLAMA_NAMES = {
 
 
 class Logits(nn.Module):
-    """A model of transformers as a function from tokens [B, S] to logits [B, S, V]; nothing is cached in training."""
+    """A model of transformers as a function from tokens [B, S] to logits [B, S, V]; nothing is cached."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [B, S] -> logits [B, S, V]."""
         return self.model(input_ids=tokens, use_cache=False).logits
 
 
@@ -186,8 +175,8 @@ def llama_settings(sizes: Sizes) -> dict[str, Any]:
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
         "max_position_embeddings": sizes.seq_length,
-        "rms_norm_eps": NORM_EPSILON,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "rms_norm_eps": by_hand.NORM_EPSILON,
+        "rope_parameters": {"rope_type": "default", "rope_theta": by_hand.ROTARY_BASE},
         "tie_word_embeddings": False,
         "attn_implementation": "sdpa",
     }

@@ -54,20 +54,14 @@ def first_step(command: Sequence[str]) -> tuple[float, float]:
         RunError: the program ended without that line.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
-    started, found = time.perf_counter(), None
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        for text in process.stdout:
-            if found is None and (match := LOSS.search(text)):
+    started, found, last = time.perf_counter(), None, ""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **streams) as process:
+        for last in process.stdout:
+            if found is None and (match := LOSS.search(last)):
                 found = time.perf_counter() - started, float(match[1] or match[2])
-        process.wait()
-        errors.seek(0)
-        if found is None:
-            raise RunError(f"{' '.join(command[:3])} made no step: {errors.read()[-500:]}")
+    if found is None:
+        raise RunError(f"{' '.join(command[:3])} made no step: {last[-500:]}")
     return found
 
 

@@ -14,16 +14,7 @@ from megatron_lite.arithmetic.pipeline_layout import write_layout
 from megatron_lite.rehearsal.accounting import Accounting
 from tools.benchmarks import scripts
 from tools.benchmarks.baseline_model import QUICK, Sizes, random_batches
-from tools.benchmarks.comparison import (
-    Options,
-    Seconds,
-    Table,
-    fastest,
-    refuse_unlike,
-    row_of,
-    speed,
-    take_turns,
-)
+from tools.benchmarks.comparison import Options, Row, Table, fastest, refuse_unlike, row_of, speed, take_turns
 from tools.benchmarks.ours import our_step
 from tools.benchmarks.ranks import run_ranks, timed
 from tools.benchmarks.scripts import Job, Step
@@ -38,6 +29,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 OPERATORS = "--recompute-granularity selective --recompute-modules core_attn layernorm mlp"
 NO_SHARD = "--data-parallel-sharding-strategy no_shard"
 CHUNKED = "--cross-entropy-loss-fusion"
+BOTH = f"{FULL} {CHUNKED}"
 
 
 @dataclass(frozen=True)
@@ -68,19 +60,23 @@ class Contest:
     copies: int = 1
     microbatches: int = 1
     turn: int = 2
-    threads: int = 1
 
-    def pairs(self) -> list[tuple[str, str, float | None]]:
-        """(contestant, its baseline, what is wanted), a row of the table each."""
+    @property
+    def threads(self) -> int:
+        """Of each rank: one process has the machine's two cores, in its smallest form one."""
+        return 2 if self.ranks == 1 and self.sizes.hidden > QUICK.hidden else 1
+
+    def rows(self, row: Callable[[str, str, float | None], Row]) -> list[Row]:
+        """row(contestant, its baseline, what is wanted) of each pair."""
         return [
-            (name, baseline, wanted)
+            row(name, baseline, wanted)
             for name, entry in self.entries.items()
             for baseline, wanted in entry.against.items()
             if baseline in self.entries
         ]
 
     def job(self) -> Job:
-        """This rank's."""
+        """What this rank does."""
         samples = self.microbatches * self.sizes.micro_batch
         first = samples * dist.get_rank() if self.copies > 1 else 0
         whole = random_batches(self.sizes, self.copies * samples, BATCHES)
@@ -95,7 +91,7 @@ class Contest:
         )
 
 
-def race(contest: Contest, repeats: int) -> tuple[Seconds, dict[str, float]]:
+def race(contest: Contest, repeats: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """On every rank: seconds of each contestant's turns, and the loss of its last step."""
     job, losses = contest.job(), {}
     steps = {name: entry.build(job) for name, entry in contest.entries.items()}
@@ -111,7 +107,7 @@ def race_table(contest: Contest, options: Options) -> Table:
     """Speeds as shares of the baselines'."""
     seconds, losses = run_ranks(race, contest.ranks, contest, options.repeats, threads=contest.threads)[0]
     refuse_unlike("the last loss", losses)
-    rows = [speed(name, seconds, baseline, wanted) for name, baseline, wanted in contest.pairs()]
+    rows = contest.rows(lambda name, baseline, wanted: speed(name, seconds, baseline, wanted))
     shortest = f"Fastest step, ms: {fastest(seconds, 1000 / contest.turn)}."
     return Table(contest.title, rows, [contest.facts(), shortest])
 
@@ -134,15 +130,13 @@ def weigh_table(contest: Contest) -> Table:
     answers = run_ranks(weigh, contest.ranks, contest)
     refuse_unlike("the last loss", answers[0][1])
     peaks = {name: max(mine[name] for mine, _ in answers) for name in answers[0][0]}
-    rows = [
-        row_of(name, baseline, [peaks[name] / peaks[baseline]], at_most=wanted)
-        for name, baseline, wanted in contest.pairs()
-    ]
+    rows = contest.rows(
+        lambda name, baseline, wanted: row_of(name, baseline, [peaks[name] / peaks[baseline]], None, wanted)
+    )
     held = ", ".join(f"{name} {peak / 2**20:.1f}" for name, peak in peaks.items())
     facts = [
         contest.facts(),
-        "The second step, with weights and optimizer state; a ratio of bytes (below 1: ours holds less), counted, the "
-        "same in every run.",
+        "The second step, with weights and optimizer state; bytes counted, below 1: ours holds less.",
         f"The most on a rank, MiB: {held}.",
     ]
     return Table(f"Peak bytes: {contest.title}", rows, facts)
@@ -156,51 +150,46 @@ def peers(options: Options, builds: Mapping[str, Callable[[Job], Step]]) -> dict
 
 def step(options: Options) -> list[Table]:
     """One process: a training step against a bare PyTorch loop, and transformers' model."""
-    sizes, threads = (QUICK, 1) if options.quick else (Sizes(), 2)
+    sizes = QUICK if options.quick else Sizes()
     entries = {BARE: Entry(scripts.bare), "ours": Entry(our_step, {BARE: 0.97, LLAMA: 1.0})}
     entries |= peers(options, {LLAMA: scripts.transformers_llama})
-    shape = f"{sizes.micro_batch} x {sizes.seq_length} tokens, fp32"
-    return [
-        race_table(
-            Contest(f"step: one process, {n} x {shape}", sizes, entries, microbatches=n, threads=threads),
-            options,
-        )
-        for n in (1, 4)
-    ]
+    title = f"step: one process, {{}} x {sizes.micro_batch} x {sizes.seq_length} tokens, fp32"
+    contests = [Contest(title.format(n), sizes, entries, microbatches=n) for n in (1, 4)]
+    return [race_table(contest, options) for contest in contests]
 
 
 def experts(options: Options) -> list[Table]:
     """A mixture of experts on one process: time and peak bytes against a bare loop with grouped_mm, and peers."""
     sizes = replace(QUICK if options.quick else Sizes(layers=4), experts=8)
-    entries = {
-        BARE: Entry(scripts.bare),
-        "ours": Entry(our_step, {BARE: 0.97, MIXTRAL: 1.0, MIXTRAL_EAGER: 1.0}),
-    }
     forms = {MIXTRAL: "grouped_mm", MIXTRAL_EAGER: "eager"}
-    entries |= peers(
-        options, {name: partial(scripts.transformers_mixtral, experts=form) for name, form in forms.items()}
-    )
+    builds = {name: partial(scripts.transformers_mixtral, experts=form) for name, form in forms.items()}
+    wanted = {BARE: 0.97, MIXTRAL: 1.0, MIXTRAL_EAGER: 1.0}
+    entries = {BARE: Entry(scripts.bare), "ours": Entry(our_step, wanted)} | peers(options, builds)
     title = f"experts: one process, {sizes.experts} experts, {sizes.chosen} of a token"
-    timed_contest = Contest(title, sizes, entries, threads=1 if options.quick else 2)
     held = {BARE: entries[BARE], "ours": Entry(our_step, {BARE: 1.0})}
-    return [race_table(timed_contest, options), weigh_table(Contest(title, sizes, held))]
+    return [race_table(Contest(title, sizes, entries), options), weigh_table(Contest(title, sizes, held))]
+
+
+def on_ranks(options: Options, contest: Callable[[Sizes, int, float | None], Contest]) -> list[Table]:
+    """contest(sizes, ranks, share of the script's speed that is wanted) on 2 and 4 ranks."""
+    sizes = replace(QUICK, layers=4) if options.quick else Sizes()
+    wanted = {2: 0.95} if options.quick else {2: 0.95, 4: None}
+    return [race_table(contest(sizes, ranks, share), options) for ranks, share in wanted.items()]
 
 
 def fsdp(options: Options) -> list[Table]:
     """FSDP and DDP-like steps on 2 and 4 ranks against minimal scripts with torch's own classes."""
-    tables = []
-    for ranks in (2,) if options.quick else (2, 4):
-        wanted = 0.95 if ranks == 2 else None
+
+    def contest(sizes: Sizes, ranks: int, wanted: float | None) -> Contest:
         entries = {
             FULLY_SHARD: Entry(scripts.sharded),
             "ours, sharded": Entry(our_step, {FULLY_SHARD: wanted}),
             DDP: Entry(scripts.replicated, {FULLY_SHARD: None}),
             "ours, no_shard": Entry(partial(our_step, flags=NO_SHARD), {DDP: wanted}),
         }
-        sizes = QUICK if options.quick else Sizes()
-        contest = Contest(f"Data parallel on {ranks} ranks", sizes, entries, ranks, copies=ranks)
-        tables.append(race_table(contest, options))
-    return tables
+        return Contest(f"Data parallel on {ranks} ranks", sizes, entries, ranks, copies=ranks)
+
+    return on_ranks(options, contest)
 
 
 def pipeline_entries(sizes: Sizes, ranks: int, wanted: float | None) -> dict[str, Entry]:
@@ -223,20 +212,16 @@ def pipeline(options: Options) -> list[Table]:
 
     The scripts cut the layers evenly; ours weighs the head when it cuts, and is also run with the scripts' split.
     """
-    sizes = replace(QUICK, layers=4) if options.quick else Sizes()
-    tables = []
-    for ranks in (2,) if options.quick else (2, 4):
-        wanted = 0.95 if ranks == 2 else None
+
+    def contest(sizes: Sizes, ranks: int, wanted: float | None) -> Contest:
+        own = {"ours, 1f1b": (ONE_F_ONE_B, ""), "ours, interleaved": (INTERLEAVED, CHUNKS)}
         entries = pipeline_entries(sizes, ranks, wanted) | {
-            "ours, 1f1b": Entry(partial(our_step, flags=f"{PP} {ranks}"), {ONE_F_ONE_B: wanted}),
-            "ours, interleaved": Entry(
-                partial(our_step, flags=f"{PP} {ranks} {CHUNKS}"), {INTERLEAVED: wanted}
-            ),
+            name: Entry(partial(our_step, flags=f"{PP} {ranks} {flags}"), {baseline: wanted})
+            for name, (baseline, flags) in own.items()
         }
-        title = f"Pipeline of {ranks} ranks"
-        contest = Contest(title, sizes, entries, ranks, microbatches=2 * ranks, turn=1)
-        tables.append(race_table(contest, options))
-    return tables
+        return Contest(f"Pipeline of {ranks} ranks", sizes, entries, ranks, microbatches=2 * ranks, turn=1)
+
+    return on_ranks(options, contest)
 
 
 def memory(options: Options) -> list[Table]:
@@ -250,9 +235,7 @@ def memory(options: Options) -> list[Table]:
         "ours, recompute full": Entry(partial(our_step, flags=FULL), {RECOMPUTED: 1.02}),
         "ours, recompute core_attn, layernorm, mlp": Entry(partial(our_step, flags=OPERATORS), {BARE: None}),
         "ours, loss in chunks": Entry(partial(our_step, flags=CHUNKED), {BARE: None}),
-        "ours, recompute full, loss in chunks": Entry(
-            partial(our_step, flags=f"{FULL} {CHUNKED}"), {RECOMPUTED: None}
-        ),
+        "ours, recompute full, loss in chunks": Entry(partial(our_step, flags=BOTH), {RECOMPUTED: None}),
     }
     never = "--reshard-after-forward never"
     data_parallel = {
