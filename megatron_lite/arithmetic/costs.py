@@ -23,13 +23,15 @@ class ComponentCost:
 
     `parameters` counts scalars; `flops` counts forward and backward of one sequence of S tokens (backward is twice
     the forward; recomputed work is not counted). Of the parameters, `split` are those that tensor ranks share, where
-    the others lie whole on each of them; `experts` those of experts that tokens are routed to; `idle` those of them
-    that one token does not take.
+    the others lie whole on each of them; `mixture` those of router, experts and shared expert, which tensor ranks share
+    as data-parallel ranks do; of these `experts` those that tokens are routed to, and `idle` what one token does not
+    take.
     """
 
     parameters: int
     flops: int
     split: int = 0
+    mixture: int = 0
     experts: int = 0
     idle: int = 0
 
@@ -102,17 +104,34 @@ def model_costs(model: ModelConfig, seq_length: int) -> ModelCosts:
 
 
 def _layer_cost(model: ModelConfig, seq_length: int, mixture: bool) -> ComponentCost:
-    query = model.num_attention_heads * model.kv_channels
-    experts, one = (model.num_experts, expert_parameters(model)) if mixture else (0, 0)
-    whole = block_matrix_parameters(model, mixture)
-    split = whole - experts * expert_matrix_parameters(model) + _column_biases(model, mixture)
+    query, key_value = (
+        model.num_attention_heads * model.kv_channels,
+        model.num_query_groups * model.kv_channels,
+    )
+    biased, hidden = not model.disable_bias_linear, model.hidden_size
+    split = block_matrix_parameters(model, mixture) - (
+        mlp_matrix_parameters(model, mixture) if mixture else 0
+    )
+    if biased or model.add_qkv_bias:
+        split += query + 2 * key_value
+    whole = 2 * _norm_parameters(model, hidden) + biased * hidden
+    if model.qk_layernorm:
+        whole += 2 * _norm_parameters(model, model.kv_channels)
+    if biased and not mixture:
+        split, whole = split + model.mlp_activation.num_inputs * model.ffn_hidden_size, whole + hidden
+    flops = 6 * seq_length * block_matrix_parameters(model, mixture, active=True) + 6 * seq_length**2 * query
+    if not mixture:
+        return ComponentCost(split + whole, flops, split)
+    one, number = expert_parameters(model), model.num_experts
+    router = number * (hidden + biased) + hidden * model.moe_shared_expert_gate
+    shared = mlp_matrix_parameters(model, mixture) - number * expert_matrix_parameters(model)
     return ComponentCost(
-        parameters=split + experts * one + _whole_parameters(model, mixture),
-        flops=6 * seq_length * block_matrix_parameters(model, mixture, active=True)
-        + 6 * seq_length**2 * query,
+        parameters=split + whole + router + shared + number * one,
+        flops=flops,
         split=split,
-        experts=experts * one,
-        idle=(experts - model.moe_router_topk) * one if mixture else 0,
+        mixture=router + shared + number * one,
+        experts=number * one,
+        idle=(number - model.moe_router_topk) * one,
     )
 
 
@@ -151,25 +170,3 @@ def expert_parameters(model: ModelConfig) -> int:
 
 def _norm_parameters(model: ModelConfig, width: int) -> int:
     return width * (2 if model.normalization == "LayerNorm" else 1)
-
-
-def _whole_parameters(model: ModelConfig, mixture: bool) -> int:
-    """Parameters of a layer that lie whole on each tensor rank, experts apart: norms, output biases, the router."""
-    count = 2 * _norm_parameters(model, model.hidden_size)
-    if model.qk_layernorm:
-        count += 2 * _norm_parameters(model, model.kv_channels)
-    if mixture:
-        count += model.hidden_size * (model.num_experts + model.moe_shared_expert_gate)
-    if model.disable_bias_linear:
-        return count
-    return count + model.hidden_size + (model.num_experts if mixture else model.hidden_size)
-
-
-def _column_biases(model: ModelConfig, mixture: bool) -> int:
-    """Biases of the projections into heads and feed-forward, which tensor ranks split as they do the weights."""
-    count = 0
-    if model.add_qkv_bias or not model.disable_bias_linear:
-        count += (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-    if not model.disable_bias_linear and not mixture:
-        count += model.mlp_activation.num_inputs * model.ffn_hidden_size
-    return count

@@ -5,7 +5,11 @@ all-gathered twice a microbatch; gradients that are reduced with each are sent o
 both are sent once a step, and cost a rank all of its stages' weights and gradients.
 """
 
-from megatron_lite.arithmetic.costs import block_matrix_parameters, expert_matrix_parameters
+from megatron_lite.arithmetic.costs import (
+    block_matrix_parameters,
+    expert_matrix_parameters,
+    mlp_matrix_parameters,
+)
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.pipeline_schedule import SPLIT_BACKWARD_SCHEDULES
 from megatron_lite.config import Config
@@ -60,11 +64,16 @@ def keeps_whole(config: Config) -> bool:
 
 
 def matrices_on_rank(config: Config, mixture: bool) -> float:
-    """Weights of a layer's matrix products on a tensor rank before FSDP shards them: each expert is whole on one."""
-    model, parallel = config.model, config.parallel
-    experts = model.num_experts * expert_matrix_parameters(model) if mixture else 0
-    others = block_matrix_parameters(model, mixture) - experts
-    return others / parallel.tensor_model_parallel_size + experts / parallel.expert_model_parallel_size
+    """Weights of a layer's matrix products on a rank before FSDP shards them; tensor ranks do not split a mixture."""
+    model, parallel, whole = config.model, config.parallel, block_matrix_parameters(config.model, mixture)
+    if not mixture:
+        return whole / parallel.tensor_model_parallel_size
+    inside, experts = (
+        mlp_matrix_parameters(model, mixture),
+        model.num_experts * expert_matrix_parameters(model),
+    )
+    outside = (whole - inside) / parallel.tensor_model_parallel_size
+    return outside + inside - experts + experts / parallel.expert_model_parallel_size
 
 
 def uneven_cut(config: Config, tensor: int, context: int, sequence_parallel: bool) -> str | None:

@@ -81,6 +81,12 @@ class CommandConfig:
     dry_run: bool = flag(False, "ours: rehearse a step as one rank without devices, and stop")
     rank: int = flag(0, "ours: the rank that --dry-run rehearses", minimum=0)
     all_stages: bool = flag(False, "ours: --dry-run for one rank of each pipeline stage")
+    imbalance: float = flag(
+        1.0,
+        "ours: rows that the experts of --dry-run's rank, or of a planned one, compute, as a multiple of the mean over "
+        "--expert-model-parallel-size ranks",
+        minimum=1,
+    )
 
     @property
     def planning(self) -> bool:

@@ -110,6 +110,14 @@ class ParallelConfig:
         return self.world_size // self.model_parallel_size
 
     @property
+    def recomputed_modules(self) -> frozenset[str]:
+        """--recompute-modules where recomputation is selective; parts of a mixture are recomputed with all of it."""
+        if self.recompute_granularity != "selective":
+            return frozenset()
+        parts = {"moe_act": "moe", "shared_experts": "moe"}
+        return frozenset(parts.get(name, name) for name in self.recompute_modules)
+
+    @property
     def num_stages(self) -> int:
         """Positions in the whole pipeline: pp * chunks a rank."""
         return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank

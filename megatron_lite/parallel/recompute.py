@@ -14,16 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lite.config.parallel import ParallelConfig
 
 # --recompute-modules -> the modules of a layer that are recomputed in backward.
-# moe_act and shared_experts are parts of moe, which is recomputed as a whole.
 OPERATORS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
     "core_attn": lambda layer: [layer.attention.core],
     "layernorm": lambda layer: [layer.input_norm, layer.pre_mlp_norm],
     "mlp": lambda layer: [] if _has_experts(layer) else [layer.mlp],
     "moe": lambda layer: [layer.mlp] if _has_experts(layer) else [],
 }
-
-
-PARTS_OF_EXPERTS = {"moe_act": "moe", "shared_experts": "moe"}
 
 
 def _has_experts(layer: nn.Module) -> bool:
@@ -46,9 +42,9 @@ def apply_recompute(chunk: nn.Module, parallel: ParallelConfig) -> None:
     count = parallel.recompute_num_layers or 1
     if parallel.recompute_granularity == "selective":
         for layer in layers:
-            names = {PARTS_OF_EXPERTS.get(name, name) for name in parallel.recompute_modules}
-            for module in (m for name in sorted(names) for m in OPERATORS[name](layer)):
-                recompute_forward(module)
+            for name in sorted(parallel.recomputed_modules):
+                for module in OPERATORS[name](layer):
+                    recompute_forward(module)
     elif parallel.recompute_granularity == "full":
         if parallel.recompute_method == "block":
             units, rest = [[layer] for layer in layers[:count]], layers[count:]

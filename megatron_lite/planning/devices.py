@@ -95,6 +95,18 @@ class Cluster:
         """All-reduce: a reduce-scatter and an all-gather of the same size."""
         return 2 * self.gather_seconds(size, ranks, stride)
 
+    def exchange_seconds(self, size: float, ranks: int, stride: int) -> float:
+        """All-to-all in which each rank has `size` bytes, an equal part for each of the ranks, itself among them.
+
+        What stays in the node takes NVLink, the rest the GPU's own network port; the slower of the two counts.
+        """
+        if ranks == 1:
+            return 0.0
+        inside = max(1, min(ranks, self.gpus_per_node // stride))
+        near, far = size * (inside - 1) / ranks, size * (ranks - inside) / ranks
+        seconds = max(near / self.device.nvlink, far / self.device.network)
+        return seconds / self.link_efficiency + self.latency + (ranks / inside - 1) * self.hop
+
     def send_seconds(self, size: float, stride: int) -> float:
         """A message of `size` bytes to the GPU `stride` ranks away: size / bandwidth / link efficiency + latency."""
         bandwidth = self.device.nvlink if stride < self.gpus_per_node else self.device.network

@@ -1,7 +1,9 @@
 """Bytes that each pipeline rank holds in a training step, from the flags alone. Imports no torch.
 
 The engine as it is: FSDP2 over dp_shard x cp with fp32 shards, eager blocks without fused activations; where there are
-several stages, gradients of a step's microbatches added up unsharded and reduced once. Symbols: a bytes of an
+several stages, gradients of a step's microbatches added up unsharded and reduced once. Tensor ranks share a mixture of
+experts as data-parallel ranks do, so it is cut over all three, its experts over --expert-model-parallel-size ranks
+before. Symbols: a bytes of an
 activation's element (2 with --bf16 or --fp16, else 4), T = B S / cp tokens of a microbatch on a rank, t tensor ranks,
 s = t with sequence parallelism else 1, n = dp_shard * cp shards, H hidden, q and kv widths of queries and keys, F
 feed-forward, V padded vocabulary.
@@ -10,11 +12,13 @@ Sources: states sharded as ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/
 tensor as Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198) count them, for this model's operators.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_lite.arithmetic.batch_size import pass_size
-from megatron_lite.arithmetic.costs import block_matrix_parameters, model_costs
+from megatron_lite.arithmetic.costs import ComponentCost, block_matrix_parameters, model_costs
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
@@ -67,22 +71,60 @@ def microbatches_of(config: Config) -> tuple[int, int]:
     return count // size, size
 
 
-def block_parameters(config: Config) -> float:
-    """Parameters of one block (the largest) on a tensor rank."""
-    costs = model_costs(config.model, config.data.seq_length)
-    t = config.parallel.tensor_model_parallel_size
-    return max(layer.on_tensor_rank(t) for layer in costs.layers)
+class Held(NamedTuple):
+    """Parameters on a rank: `whole` before FSDP cuts them, and its `shard` of them."""
+
+    whole: float
+    shard: float
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share them."""
+        return round(self.whole / self.shard)
+
+    def __add__(self, other: "Held") -> "Held":
+        return Held(self.whole + other.whole, self.shard + other.shard)
 
 
-def stage_local_parameters(config: Config, plan: StagePlan) -> float:
-    """Parameters of a stage on a tensor rank, before FSDP cuts them."""
+def units_of(config: Config, cost: ComponentCost) -> list[Held]:
+    """What one component has on a rank, unit by unit of FSDP: parts that lie over other ranks are units of their own.
+
+    Those are a mixture where there are tensor ranks, and its experts where they are spread over ranks.
+    """
+    n, t = shards(config), config.parallel.tensor_model_parallel_size
+    ep = config.parallel.expert_model_parallel_size
+    dense = cost.on_tensor_rank(t) - cost.mixture
+    units = [Held(dense, dense / n)]
+    for size, own, ranks in (
+        (cost.mixture - cost.experts, t > 1, 1),
+        (cost.experts, ep > 1, ep),
+    ):
+        unit = Held(size / ranks, size / (n * t))
+        units = [*units, unit] if own else [*units[:-1], units[-1] + unit]
+    return [unit for unit in units if unit.whole]
+
+
+def block_parameters(config: Config, layers: Sequence[int]) -> tuple[float, Held]:
+    """(parameters of the largest block of these layers on a rank before FSDP cuts them, the largest unit in one)."""
+    costs = model_costs(config.model, config.data.seq_length).layers
+    blocks = [units_of(config, cost) for cost in {costs[number] for number in layers}] or [[Held(0, 0)]]
+    return max(sum(unit.whole for unit in units) for units in blocks), max(map(max, blocks))
+
+
+def stage_parameters_on_rank(config: Config, *plans: StagePlan) -> list[Held]:
+    """Parameters of stages on a rank, those that as many ranks share added up."""
     costs, t = model_costs(config.model, config.data.seq_length), config.parallel.tensor_model_parallel_size
-    count = sum(costs.layers[number].on_tensor_rank(t) for number in plan.layers)
-    if plan.has_embedding:
-        count += costs.embedding.on_tensor_rank(t)
-    if plan.has_lm_head:
-        count += costs.head.on_tensor_rank(t) + (0 if plan.has_embedding else costs.shared_parameters / t)
-    return count
+    parts, copy = Counter(costs.layers[number] for plan in plans for number in plan.layers), 0.0
+    for plan in plans:
+        parts.update([costs.embedding] * plan.has_embedding + [costs.head] * plan.has_lm_head)
+        copy += costs.shared_parameters / t if plan.has_lm_head and not plan.has_embedding else 0
+    n = shards(config)
+    held = {n: Held(copy, copy / n)}
+    for part, count in parts.items():
+        for unit in units_of(config, part):
+            more = Held(count * unit.whole, count * unit.shard)
+            held[unit.ranks] = held.get(unit.ranks, Held(0, 0)) + more
+    return [one for one in held.values() if one.whole]
 
 
 def adds_up_whole(config: Config) -> bool:
@@ -135,27 +177,27 @@ class _Rank:
             adds_up_whole(config),
             reshards(config),
         )
-        self.local = [stage_local_parameters(config, plan) for plan in plans]
-        self.block = block_parameters(config)
+        held = [sum(stage_parameters_on_rank(config, plan), Held(0, 0)) for plan in plans]
+        self.local, self.shard = [one.whole for one in held], sum(one.shard for one in held)
+        self.block, largest = block_parameters(config, [number for plan in plans for number in plan.layers])
         rows = config.model.padded_vocab_size * config.model.hidden_size
+        rows *= any(plan.has_embedding or plan.has_lm_head for plan in plans)
         rows /= config.parallel.tensor_model_parallel_size
-        # The largest FSDP unit: a block, the embedding or the head.
-        self.unit = max(
-            max(self.block * bool(plan.layers), rows * (plan.has_embedding or plan.has_lm_head))
-            for plan in plans
-        )
+        # The largest FSDP unit: a block (or part of one), the embedding or the head.
+        self.unit, self.unit_shard = max(largest, Held(rows, rows / self.shards))
         # FSDP holds the gathered weights of a block and of the largest unit at once.
         self.two_units = self.width * (self.block + self.unit)
         self.gathered, self.unsharded = self._unsharded()
 
     def memory(self) -> RankMemory:
         """The states, and the moment that needs most beside them."""
-        config, total = self.config, sum(self.local)
-        matrices = sum(len(plan.layers) for plan in self.plans) * block_matrix_parameters(config.model)
-        matrices /= config.parallel.tensor_model_parallel_size
+        config, model = self.config, self.config.model
+        layers = [number for plan in self.plans for number in plan.layers]
+        matrices = sum(block_matrix_parameters(model, model.has_experts(number)) for number in layers)
+        matrices /= config.parallel.tensor_model_parallel_size * self.shards
         states = {
-            "parameters": 4 * total / self.shards,
-            "optimizer state": OPTIMIZERS[config.optimizer.optimizer].bytes_of(total, matrices) / self.shards,
+            "parameters": 4 * self.shard,
+            "optimizer state": OPTIMIZERS[config.optimizer.optimizer].bytes_of(self.shard, matrices),
             "receive buffers": self._receive_buffers(),
         }
         moments = [self._at_reduction(), *self._in_backward()]
@@ -192,11 +234,9 @@ class _Rank:
         if self.plain:
             return found
         found["workspace"] = self.reduced * self.unit
-        found["gradient shards"] = 4 * sum(self.local) / self.shards
-        if self.whole and (self.shards == 1 or self.config.parallel.num_stages == 1):
-            found["gradient shards"] = (
-                4 * self.unit / self.shards
-            )  # a unit's whole gradients go as its shards come
+        found["gradient shards"] = 4 * self.shard
+        if self.whole:
+            found["gradient shards"] = 4 * self.unit_shard  # a unit's whole gradients go as its shards come
         if self.whole:  # a second pass reduces into others beside the first one's
             found["gradient shards"] += self._shards_before()
         elif self.frees and self.passes * self.count == 1:  # all shards are there at the end only
@@ -215,7 +255,7 @@ class _Rank:
         waits = [waiting_bytes(config, plan) for plan in self.plans]
         at_start = min(self.gathered, self.two_units) if self.frees else self.gathered
         at_loss = min(self.gathered, self.width * self.unit) if self.frees and self.whole else at_start
-        workspace, (_, loss) = workspace_bytes(config), logits_bytes(config)
+        workspaces, loss = [workspace_bytes(config, plan) for plan in self.plans], logits_bytes(config)[1]
         before = self._shards_before()
         # FSDP2 lets go of what it reduced last, the embedding's gradient, when it reduces again: in the next backward.
         left = 0.0 if self.whole or not before else self.reduced * self.unit
@@ -223,7 +263,7 @@ class _Rank:
         for moment in self._moments():
             held = sum(n * one for n, one in zip(moment.live, weights))
             held += sum(n * (wait - one) for n, wait, one in zip(moment.waiting, waits, weights))
-            mine = moment.chunk
+            mine, workspace = moment.chunk, workspaces[moment.chunk]
             freed = weights[mine] if moment.kind == "B" else weights[mine] - waits[mine]
             begins, ends = self._gradients(moment)
             at_head = begins if self.whole else 0.0
@@ -274,7 +314,7 @@ class _Rank:
     def _shards_before(self) -> float:
         """Bytes of gradient shards, 4 P/n, that a backward finds there: of the passes or microbatches before."""
         several = self.passes > 1 or (self.count > 1 and not self.whole)
-        return 4 * sum(self.local) / self.shards if several and not self.plain else 0.0
+        return 4 * self.shard if several and not self.plain else 0.0
 
     def _receive_buffers(self) -> float:
         """A buffer of a T H/s for what comes to a rank: one input (from then on an activation), one gradient."""

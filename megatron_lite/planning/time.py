@@ -4,9 +4,16 @@ Imports no torch. Symbols as in memory.py; L layers. What the engine overlaps is
 gathers and reductions), what it does not is added (tensor and context parallelism's collectives).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.arithmetic.costs import block_matrix_parameters, mlp_matrix_parameters
+from megatron_lite.arithmetic.costs import (
+    ComponentCost,
+    block_matrix_parameters,
+    expert_matrix_parameters,
+    mlp_matrix_parameters,
+    model_costs,
+)
 from megatron_lite.arithmetic.flops import flops_per_step
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
@@ -24,17 +31,20 @@ from megatron_lite.planning.activations import (
     activation_width,
     attention_kernel,
     block_activations,
+    expert_rows,
     hidden_bytes,
+    sequence_ranks,
     tokens_per_microbatch,
 )
 from megatron_lite.planning.devices import Cluster
 from megatron_lite.planning.memory import (
+    Held,
     adds_up_whole,
-    block_parameters,
     microbatches_of,
     reduced_width,
     shards,
-    stage_local_parameters,
+    stage_parameters_on_rank,
+    units_of,
 )
 
 # Assumed: core attention's kernels reach this share of what large matrix products reach.
@@ -86,46 +96,88 @@ def strides(config: Config) -> dict[str, int]:
     return out
 
 
-def block_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float]:
-    """(matrix products, core attention, element-wise) seconds of one block's forward on one microbatch.
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Seconds of one block's forward on one microbatch: matrix products, of these the MLP's or the experts', core
+    attention, element-wise work, and the collectives that nothing hides, of these the exchange of tokens."""
 
-    matrix products  2 T W / t / (efficiency x peak), W the weights of the block's matrices
+    matrices: float
+    mlp: float
+    attention: float
+    other: float
+    messages: float
+    exchange: float
+
+    @property
+    def computed(self) -> float:
+        """Without the collectives."""
+        return self.matrices + self.attention + self.other
+
+
+def block_seconds(config: Config, cluster: Cluster, mixture: bool = False) -> BlockSeconds:
+    """What one block's forward on one microbatch takes.
+
+    matrix products  2 T W / t / (efficiency x peak), W the weights of the block's matrices; of a mixture's experts
+                     2 R W / (efficiency x peak), R the rows that they compute and W the weights of one
     core attention   2 T S q / t / (efficiency x 0.6 x peak): causal, the masked half is not counted;
                      where a dense mask is needed 0.3 instead, and with context parallelism 1 + 1/(2 cp) of the work
     element-wise     2 x kept activations / memory bandwidth
     """
     model, device, cp = config.model, cluster.device, config.parallel.context_parallel_size
-    work = 2 * tokens_per_microbatch(config) / config.parallel.tensor_model_parallel_size
+    tokens = tokens_per_microbatch(config)
+    work = 2 * tokens / config.parallel.tensor_model_parallel_size
     speed = device.efficiency * device.flops
     share, seen = ATTENTION_SHARE, 1.0
     if attention_kernel(config) == "masked":
         share, seen = MASKED_SHARE, (2 if cp == 1 else 1 + 1 / (2 * cp))
     queries = config.data.seq_length * model.num_attention_heads * model.kv_channels
-    moved = ELEMENTWISE_PASSES * block_activations(config, None)
-    return (
-        work * block_matrix_parameters(model) / speed,
-        work * queries * seen / (speed * share),
-        moved / device.memory_bandwidth,
+    mlp = work * mlp_matrix_parameters(model, mixture)
+    if mixture:
+        one = expert_matrix_parameters(model)
+        shared = mlp_matrix_parameters(model, mixture) - model.num_experts * one
+        mlp = 2 * (tokens / sequence_ranks(config) * shared + expert_rows(config)[1] * one)
+    attention_weights = block_matrix_parameters(model) - mlp_matrix_parameters(model)
+    messages, exchange = block_messages(config, cluster, mixture)
+    return BlockSeconds(
+        matrices=(work * attention_weights + mlp) / speed,
+        mlp=mlp / speed,
+        attention=work * queries * seen / (speed * share),
+        other=ELEMENTWISE_PASSES * block_activations(config, None, mixture) / device.memory_bandwidth,
+        messages=messages + exchange,
+        exchange=exchange,
     )
 
 
-def block_messages(config: Config, cluster: Cluster) -> float:
-    """Seconds of the collectives in one block's forward, all exposed; its backward has as many.
+def block_messages(config: Config, cluster: Cluster, mixture: bool) -> tuple[float, float]:
+    """Seconds of the collectives in one block's forward, and of these of the exchange of tokens between expert ranks.
 
-    Tensor ranks: two all-reduces of a T H; with sequence parallelism two all-gathers and two reduce-scatters of the
-    same size. Context ranks: the all-gather of keys and values, 2 a B S kv / t; backward scatters as much.
+    All are exposed, and backward has as many. Tensor ranks: two all-reduces of a T H; with sequence parallelism two
+    all-gathers and two reduce-scatters of the same size, half of it where a mixture takes its own positions. Context
+    ranks: the all-gather of keys and values, 2 a B S kv / t; backward scatters as much. Expert ranks: 2 a R H, each
+    row of K T/s there and back, of the fullest rank --imbalance times as many.
     """
     model, parallel, apart = config.model, config.parallel, strides(config)
     a, t, cp = activation_width(config), parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tokens = tokens_per_microbatch(config)
     keys_and_values = 2 * a * tokens * cp * model.num_query_groups * model.kv_channels / t
-    tensor = 2 * cluster.reduce_seconds(a * tokens * model.hidden_size, t, apart["tp"])
-    return tensor + cluster.gather_seconds(keys_and_values, cp, apart["cp"])
+    tensor = (1 if mixture else 2) * cluster.reduce_seconds(a * tokens * model.hidden_size, t, apart["tp"])
+    exchange = 0.0
+    if mixture:
+        rows, size = a * expert_rows(config)[1] * model.hidden_size, parallel.expert_model_parallel_size
+        exchange = 2 * cluster.exchange_seconds(rows, size, apart["tp"])
+    return tensor + cluster.gather_seconds(keys_and_values, cp, apart["cp"]), exchange
 
 
-def shard_gather_seconds(config: Config, cluster: Cluster, parameters: float, width: float) -> float:
-    """All-gather or reduce-scatter of `parameters` numbers of `width` bytes over the n shards (cp inside dp_shard)."""
-    return cluster.gather_seconds(width * parameters, shards(config), strides(config)["cp"])
+def shard_gather_seconds(config: Config, cluster: Cluster, units: Sequence[Held], width: float) -> float:
+    """All-gathers or reduce-scatters of units whose numbers have `width` bytes, each over the ranks that share it.
+
+    Those are the n shards (cp inside dp_shard), of a mixture the tensor ranks too, of its experts those that have the
+    same ones, --expert-model-parallel-size ranks apart.
+    """
+    ranks = shards(config) * config.parallel.tensor_model_parallel_size
+    return sum(
+        cluster.gather_seconds(width * unit.whole, unit.ranks, max(1, ranks // unit.ranks)) for unit in units
+    )
 
 
 def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSeconds:
@@ -138,29 +190,44 @@ def stage_seconds(config: Config, cluster: Cluster, plan: StagePlan) -> StageSec
     hides behind the block before it: max(0, gathering - block) is exposed.
     """
     parallel, model, device = config.parallel, config.model, cluster.device
-    matrices, attention, other = block_seconds(config, cluster)
-    block, messages = matrices + attention + other, block_messages(config, cluster)
-    layers, recomputed = len(plan.layers), layers_recomputed(config, len(plan.layers))
-    again, forward_wait, backward_wait = recomputed * (block + messages), 0.0, 0.0
-    if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
-        again += layers * attention
-    if parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules:
-        again += layers * matrices * mlp_matrix_parameters(model) / block_matrix_parameters(model)
-    if reshards(config) or microbatches_of(config) == (1, 1):
-        gathering = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
-        forward_wait = layers * max(0.0, gathering - block)
-        backward_wait = layers * max(0.0, gathering - 2 * block) if reshards(config) else 0.0
-    head = 0.0
+    costs, head = model_costs(model, config.data.seq_length).layers, 0.0
     if plan.has_lm_head:
         rows = model.padded_vocab_size / parallel.tensor_model_parallel_size
         head = (
             2 * tokens_per_microbatch(config) * model.hidden_size * rows / (device.efficiency * device.flops)
         )
-    return StageSeconds(
-        forward=layers * (block + messages) + head + forward_wait,
-        backward_input=layers * (block + attention + other + messages) + head + again + backward_wait,
-        backward_weight=layers * matrices + head,
-        exposed=(2 * layers + recomputed) * messages + forward_wait + backward_wait,
+    parts = [(head, head, head, 0.0)]
+    again = plan.layers[: layers_recomputed(config, len(plan.layers))]
+    for cost in {costs[number] for number in plan.layers}:
+        layers = sum(costs[number] == cost for number in plan.layers)
+        recomputed = sum(costs[number] == cost for number in again)
+        parts.append(_layers_seconds(config, cluster, cost, layers, recomputed))
+    return StageSeconds(*map(sum, zip(*parts)))
+
+
+def _layers_seconds(
+    config: Config, cluster: Cluster, cost: ComponentCost, layers: int, recomputed: int
+) -> tuple[float, float, float, float]:
+    """The fields of StageSeconds for so many layers of one cost, so many of them recomputed whole."""
+    block = block_seconds(config, cluster, bool(cost.mixture))
+    again, forward_wait, backward_wait = recomputed * (block.computed + block.messages), 0.0, 0.0
+    modules = config.parallel.recomputed_modules
+    if "core_attn" in modules:
+        again += layers * block.attention
+    mlp_again = layers * (("moe" if cost.mixture else "mlp") in modules)
+    again += mlp_again * (block.mlp + block.exchange)
+    if reshards(config) or microbatches_of(config) == (1, 1):
+        gathering = shard_gather_seconds(config, cluster, units_of(config, cost), activation_width(config))
+        forward_wait = layers * max(0.0, gathering - block.computed)
+        backward_wait = layers * max(0.0, gathering - 2 * block.computed) if reshards(config) else 0.0
+    return (
+        layers * (block.computed + block.messages) + forward_wait,
+        layers * (block.computed + block.attention + block.other + block.messages) + again + backward_wait,
+        layers * block.matrices,
+        (2 * layers + recomputed) * block.messages
+        + mlp_again * block.exchange
+        + forward_wait
+        + backward_wait,
     )
 
 
@@ -183,9 +250,13 @@ def step_edges(
     replicas an all-reduce of the shards, 4 P / n, follows. The optimizer reads and writes 28 bytes
     a parameter; offloaded it moves gradients and weights over PCIe (8 bytes) and computes at a tenth of that speed.
     """
-    local, width = sum(stage_local_parameters(config, plan) for plan in plans), reduced_width(config)
-    mine, copies = local / shards(config), mesh_sizes(config.parallel)["dp_replicate"]
-    exposed = shard_gather_seconds(config, cluster, block_parameters(config), activation_width(config))
+    local, width = stage_parameters_on_rank(config, *plans), reduced_width(config)
+    mine, copies = sum(unit.shard for unit in local), mesh_sizes(config.parallel)["dp_replicate"]
+    costs = model_costs(config.model, config.data.seq_length).layers
+    exposed = max(
+        shard_gather_seconds(config, cluster, units_of(config, cost), activation_width(config))
+        for cost in set(costs)
+    )
     if not reshards(config):
         gathering = shard_gather_seconds(config, cluster, local, activation_width(config))
         exposed += max(0.0, gathering - last_backward / 2)

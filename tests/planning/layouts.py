@@ -13,6 +13,11 @@ SMALL = shlex.split("""
     --global-batch-size 256 --train-iters 10 --lr 1e-4 --tokenizer-type NullTokenizer --vocab-size 31999 --mock-data
     --bf16
 """)
+# The same with 16 experts of which a token takes 4, in all layers but the first, and a shared one.
+EXPERTS = shlex.split("""
+    --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816
+    --moe-layer-freq ([0]+[1]*15) --moe-router-score-function sigmoid --moe-aux-loss-coeff 1e-4
+""")
 
 
 def layout(**values):

@@ -24,6 +24,9 @@ MODEL = shlex.split("""
 PP, V = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank 2"
 TP = "--sequence-parallel --tensor-model-parallel-size"
 FULL = "--recompute-granularity full --recompute-method"
+MIXTURE = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 704 --moe-aux-loss-coeff 0.01"
+SHARED = "--moe-shared-expert-intermediate-size 1408"
+PATTERN = "--moe-layer-freq ([0]+[1]*{})"
 
 
 def compared(layers, world, flags, rank):
@@ -47,6 +50,8 @@ def compared(layers, world, flags, rank):
         (4, f"{PP} 2 --pipeline-schedule zbv {V} --global-batch-size 8", 1),
         (8, f"{TP} 4 {FULL} uniform --global-batch-size 4", 0),
         (4, f"{PP} 4 --global-batch-size 4", -1),
+        (8, f"{MIXTURE} {SHARED} {PATTERN.format(3)} --global-batch-size 24", 0),
+        (4, f"{MIXTURE} {PP} 2 {FULL} uniform --global-batch-size 8", 0),
     ],
 )
 def test_agrees_with_the_rehearsal(world, flags, rank):
@@ -93,6 +98,34 @@ GRID = [
     (8, f"{PP} 2 --pipeline-schedule interleaved-zero-bubble {V} --global-batch-size 16"),
     (16, f"{PP} 4 --pipeline-schedule interleaved-zero-bubble {V} --global-batch-size 32"),
 ]
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+GRID += [
+    (world, f"{MIXTURE} {flags}")
+    for world, flags in (
+        (8, "--global-batch-size 8"),
+        (8, "--global-batch-size 64 --micro-batch-size 4"),
+        (8, f"--global-batch-size 24 {SHARED} --moe-shared-expert-gate {PATTERN.format(7)}"),
+        (8, f"--global-batch-size 24 {FULL} uniform --recompute-num-layers 4"),
+        (8, f"--global-batch-size 24 {FULL} block --recompute-num-layers 4 {PATTERN.format(7)}"),
+        (8, f"--global-batch-size 24 {SELECTIVE} moe"),
+        (8, f"--global-batch-size 24 {SELECTIVE} core_attn shared_experts mlp {PATTERN.format(7)}"),
+        (8, "--global-batch-size 24 --optimizer muon"),
+        (8, "--global-batch-size 24 --fsdp-cpu-offload"),
+        (8, "--global-batch-size 24 --moe-router-dtype fp32 --moe-z-loss-coeff 1e-3"),
+        (8, "--global-batch-size 24 --data-parallel-sharding-strategy no_shard"),
+        (8, "--global-batch-size 24 --num-distributed-optimizer-instances 2"),
+        (8, "--global-batch-size 24 --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 256"),
+        (8, "--global-batch-size 24 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 2816"),
+        (8, "--context-parallel-size 4 --global-batch-size 8"),
+        (16, f"{PP} 4 --global-batch-size 32 {SHARED} {PATTERN.format(7)}"),
+        (16, f"{PP} 4 {V} --global-batch-size 32"),
+        (16, f"{PP} 4 {FULL} uniform --global-batch-size 32"),
+        (16, f"{PP} 4 {SELECTIVE} moe --global-batch-size 32"),
+        (8, f"{PP} 2 --pipeline-schedule zbv {V} --global-batch-size 16 {SHARED}"),
+        (8, f"{PP} 2 --pipeline-schedule dualpipev {V} --global-batch-size 16"),
+        (8, f"{PP} 2 --pipeline-schedule interleaved-zero-bubble {V} --global-batch-size 16"),
+    )
+]
 
 
 @pytest.mark.slow
@@ -115,6 +148,7 @@ SMALL = {
     "num_layers": 4,
     "normalization": "LayerNorm",
 }
+EXPERTS = {"experts": {"num_experts": 8, "moe_ffn_hidden_size": 96, "moe_layer_freq": (0, 1, 1, 1)}}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +156,8 @@ SMALL = {
     [
         {"pp": 2, "chunks": 2, "schedule": "zbv"},
         {},
+        EXPERTS,
+        slow(EXPERTS | {"dp": 2, "pp": 2}),
         slow({"microbatches": 1}),
         slow({"pp": 2}),
         slow({"pp": 2, "microbatches": 8, "max_microbatches_per_step": 4}),
@@ -147,7 +183,9 @@ SMALL = {
 )
 def test_agrees_with_what_a_real_run_holds(layout):
     """Within 10% of the bytes measured on gloo ranks: states, and the peak of a step."""
-    config = make_config(**{"micro_batch_size": 8} | layout, model=SMALL)
+    layout = dict(layout)
+    model = SMALL | layout.pop("experts", {})
+    config = make_config(**{"micro_batch_size": 8} | layout, model=model)
     real = run_ranks(_measure, config.parallel.world_size, config, layout.get("microbatches", 4), init=True)
     planned = rank_memory(config)
     size = config.parallel.pipeline_model_parallel_size

@@ -9,7 +9,7 @@ from megatron_lite.arithmetic.pipeline_schedule import build_schedule, peak_in_f
 from megatron_lite.planning.activations import block_activations, stage_activations
 from megatron_lite.planning.memory import rank_memory
 from megatron_lite.planning.moments import moments_of
-from tests.planning.layouts import SMALL, config, layout
+from tests.planning.layouts import EXPERTS, SMALL, config, layout
 from tools.plan import read_model
 
 MATRICES = 2048 * (2048 + 2 * 1024) + 2048 * 2048 + 3 * 2048 * 5632
@@ -95,6 +95,37 @@ def test_a_gpt_block_is_korthikantis_34_less_two_masks():
 
 def _without_swiglu(found):
     return replace(found, model=replace(found.model, swiglu=False))
+
+
+EXPERT = 3 * 2048 * 1408
+ATTENTION = MATRICES - 3 * 2048 * 5632
+MIXTURES = 15 * (ATTENTION + NORMS + 16 * EXPERT + 3 * 2048 * 2816 + 16 * 2048)
+WITH_EXPERTS = MATRICES + NORMS + MIXTURES + 2 * ROWS + 2048
+
+
+def test_a_mixture_holds_all_its_experts_and_the_first_layer_none():
+    found = parts(num_gpus=8, extra=EXPERTS)
+    assert found["parameters"] == 4 * WITH_EXPERTS / 8 and found["optimizer state"] == 8 * WITH_EXPERTS / 8
+    muon = parts(num_gpus=8, extra=[*EXPERTS, "--optimizer", "muon"])["optimizer state"]
+    vectors = WITH_EXPERTS - MATRICES - 15 * (ATTENTION + 16 * EXPERT + 3 * 2048 * 2816)
+    assert muon == pytest.approx((4 * (WITH_EXPERTS - vectors) + 8 * vectors) / 8)
+    stages = rank_memory(config(num_gpus=4, pipeline_model_parallel_size=4, extra=EXPERTS))
+    assert sum(one.parts["parameters"] for one in stages) == 4 * WITH_EXPERTS
+
+
+def test_activations_of_a_mixture_by_hand():
+    """Per token K rows: the token, five tensors of an expert's width, a weight; 16 bytes of order, 12 of the choice."""
+    found = config(extra=EXPERTS)
+    dense, mixture = (block_activations(found, None, mixture=kind) for kind in (False, True))
+    rows = 4 * (2 * (2048 + 5 * 1408 + 1) + 16 + 12) + 4 * 16 * 2
+    assert mixture - dense == 4096 * (rows + 2 * 4 * 2816 - 2 * 4 * 5632)
+    wide = config(extra=[*EXPERTS, "--moe-router-dtype", "fp32"])
+    assert block_activations(wide, None, mixture=True) - mixture == 4 * 2048 * (4096 + 16)
+    made_again = config(
+        recompute_granularity="selective", extra=[*EXPERTS, "--recompute-modules", "shared_experts"]
+    )
+    assert block_activations(made_again, "selective", mixture=True) == dense - 4096 * 2 * 4 * 5632
+    assert block_activations(made_again, "selective", mixture=False) == dense
 
 
 def test_recompute_and_sharding_lower_memory():

@@ -9,7 +9,7 @@ from megatron_lite.arithmetic.pipeline_schedule import StageTimes, schedule_time
 from megatron_lite.planning.devices import DEVICES, Cluster, custom_device
 from megatron_lite.planning.search import Layout
 from megatron_lite.planning.time import message_seconds, stage_times, step_time, strides
-from tests.planning.layouts import cluster, config
+from tests.planning.layouts import EXPERTS, cluster, config
 from tools.plan import read_model
 
 
@@ -40,6 +40,10 @@ def test_collectives_by_hand():
     assert machine.gather_seconds(8e9, 2, 8) == pytest.approx(8e9 * 1 / 2 / 10e9)
     assert machine.reduce_seconds(8e9, 8, 1) == 2 * machine.gather_seconds(8e9, 8, 1)
     assert machine.gather_seconds(8e9, 1, 1) == 0.0
+    # All-to-all over two nodes: 7 of 16 parts to the node's others, 8 of 16 through the GPU's own port.
+    assert machine.exchange_seconds(16e9, 16, 1) == pytest.approx(8e9 / 10e9)
+    assert machine.exchange_seconds(8e9, 8, 1) == pytest.approx(7e9 / 400e9)
+    assert machine.exchange_seconds(8e9, 1, 1) == 0.0
     assert machine.send_seconds(4e8, 8) == pytest.approx(4e-2)
 
 
@@ -50,11 +54,15 @@ def test_neighbours_are_those_of_the_mesh():
     assert strides(found) == {"tp": 1, "cp": 2, "dp_shard": 4, "dp_replicate": 16, "pp": 16}
 
 
-def test_a_plain_step_is_flops_over_speed():
-    """One process, no element-wise work, no optimizer: three times the forward at the stated efficiency."""
+@pytest.mark.parametrize("experts", [[], EXPERTS])
+def test_a_plain_step_is_flops_over_speed(experts):
+    """One process, no element-wise work, no optimizer: three times the forward at the stated efficiency.
+
+    Of a mixture the products of the K experts and the shared one, as in the FLOPs of MFU.
+    """
     device = DEVICES["h100"]
     endless = Cluster(device.__class__("x", device.memory, 1e15, 1e30, 1e30, 1e30, 0.5), 1, 8, latency=0.0)
-    found = config(num_gpus=1, extra=["--seq-length", "16"])
+    found = config(num_gpus=1, extra=[*experts, "--seq-length", "16"])
     step = step_time(found, endless)
     assert step.mfu == pytest.approx(0.5, rel=2e-3)  # attention, 0.1% of the work here, is slower
     assert step.bubble == 0.0 and step.exposed == pytest.approx(0.0, abs=1e-9)
@@ -66,8 +74,14 @@ def test_what_costs_time():
     assert step_time(config(num_gpus=8, tensor_model_parallel_size=8), cluster()).seconds > base
     assert step_time(config(num_gpus=8, fsdp_cpu_offload=True), cluster()).seconds > base
     assert step_time(config(num_gpus=8), cluster(device="b200")).seconds < base
+    mixture, again = (
+        step_time(config(num_gpus=8, recompute_granularity=kind, extra=[*EXPERTS, *MOE]), cluster()).seconds
+        for kind in ("none", "selective")
+    )
+    assert mixture < again < 1.3 * mixture
 
 
+MOE = ["--recompute-modules", "moe"]
 GPT = shlex.split("""
     --train-iters 1 --lr 1e-4 --tokenizer-type NullTokenizer --vocab-size 51199 --mock-data --bf16 --seq-length 2048
     --max-position-embeddings 2048 --hidden-dropout 0 --attention-dropout 0
