@@ -24,7 +24,7 @@ from megatron_lite.data.blends import (
     split_range,
 )
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, given_tokenizer
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.files.writing import write_aside
 
@@ -228,9 +228,8 @@ def main(argv: Sequence[str]) -> None:
     blend = parse_blend(arguments.data_path, "the data path")
     if arguments.png and len(blend.prefixes) > 1:
         raise ConfigError(f"--png draws one dataset, wanted one prefix instead of {len(blend.prefixes)}")
-    tokenizer = None
-    if arguments.tokenizer_type:
-        tokenizer = build_tokenizer(tokenizer_config(arguments), arguments.vocab_size)
+    tokenizer = given_tokenizer(arguments, arguments.vocab_size)
+    if tokenizer:
         print(f"tokenizer             {tokenizer.name}, {tokenizer.vocab_size:,} tokens, eod {tokenizer.eod}")
     facts = [
         inspect(prefix.removesuffix(".bin").removesuffix(".idx"), arguments, tokenizer)

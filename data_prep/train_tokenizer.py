@@ -134,7 +134,21 @@ def train(texts: Sequence[str], vocab_size: int, characters: set[str], special: 
 
 def main(argv: Sequence[str]) -> None:
     """Parse `argv`, train, write the model."""
-    arguments = build_parser().parse_args(argv)
+    parser = Parser("Train a SentencePiece BPE tokenizer.")
+    flag = parser.add_argument
+    flag("--input", nargs="+", required=True, help="files, folders or glob patterns")
+    flag("--json-keys", nargs="+", default=["text"], help="keys of the texts (default: text)")
+    flag("--output", type=Path, required=True, help="the .model file to write")
+    pieces = {"type": number(NUM_BASE_PIECES + 2, int, 1_000_000), "default": 4096}
+    flag("--vocab-size", **pieces, help="pieces, 3 special ones and 256 bytes among them (default: 4096)")
+    megabytes = {"type": number(0.001, float, 1e9), "default": 50.0}
+    flag("--sample-megabytes", **megabytes, help="size of the evenly spaced sample to train on (default: 50)")
+    share = {"type": number(0.5, float, 1.0), "default": 0.9999}
+    text = "part of the text whose characters get pieces of their own; rarer ones are bytes (default: 0.9999)"
+    flag("--character-coverage", **share, help=text)
+    flag("--special-tokens", nargs="*", default=[], help="further control tokens, never made from text")
+    flag("--skip-bad-documents", action="store_true", help="leave out what cannot be read")
+    arguments = parser.parse_args(argv)
     make_folder_of(arguments.output, "--output")
     started = time.perf_counter()
     files = [identify(path) for path in find_files(arguments.input)]
@@ -162,25 +176,6 @@ def main(argv: Sequence[str]) -> None:
         f"trained on {characters:,} characters of {len(texts):,} documents"
         f"{f' ({bad:,} bad ones left out)' if bad else ''} in {time.perf_counter() - started:.1f} s"
     )
-
-
-def build_parser() -> Parser:
-    """The flags of this script."""
-    parser = Parser("Train a SentencePiece BPE tokenizer.")
-    flag = parser.add_argument
-    flag("--input", nargs="+", required=True, help="files, folders or glob patterns")
-    flag("--json-keys", nargs="+", default=["text"], help="keys of the texts (default: text)")
-    flag("--output", type=Path, required=True, help="the .model file to write")
-    pieces = {"type": number(NUM_BASE_PIECES + 2, int, 1_000_000), "default": 4096}
-    flag("--vocab-size", **pieces, help="pieces, 3 special ones and 256 bytes among them (default: 4096)")
-    megabytes = {"type": number(0.001, float, 1e9), "default": 50.0}
-    flag("--sample-megabytes", **megabytes, help="size of the evenly spaced sample to train on (default: 50)")
-    share = {"type": number(0.5, float, 1.0), "default": 0.9999}
-    text = "part of the text whose characters get pieces of their own; rarer ones are bytes (default: 0.9999)"
-    flag("--character-coverage", **share, help=text)
-    flag("--special-tokens", nargs="*", default=[], help="further control tokens, never made from text")
-    flag("--skip-bad-documents", action="store_true", help="leave out what cannot be read")
-    return parser
 
 
 if __name__ == "__main__":

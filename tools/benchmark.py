@@ -57,13 +57,14 @@ def machine() -> str:
 def main(argv: Sequence[str]) -> None:
     """Parse, run the suites one after the other, print each table as it comes."""
     parser = Parser(__doc__.splitlines()[0], prog="benchmark.py")
-    parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES), metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="print the suites and leave")
-    parser.add_argument("--repeats", type=number(1), default=Options.repeats, help="turns of each contestant")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes; the figures mean nothing")
-    parser.add_argument("--peers", action="store_true", help="also other code bases that are installed")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for results.json")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    flag = parser.add_argument
+    flag("--suite", nargs="+", choices=list(SUITES), default=list(SUITES), metavar="NAME")
+    flag("--list", action="store_true", help="print the suites and leave")
+    flag("--repeats", type=number(1), default=Options.repeats, help="turns of each contestant")
+    flag("--quick", action="store_true", help="smallest sizes; the figures mean nothing")
+    flag("--peers", action="store_true", help="also other code bases that are installed")
+    flag("--output", type=Path, metavar="DIR", help="folder for results.json")
+    flag("--json", action="store_true", help="print one JSON object instead of tables")
     own = parser.parse_args(argv)
     if own.list:
         print("\n".join(f"{name:12} {suite_of(name).__doc__.splitlines()[0]}" for name in SUITES))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config import ConfigError
-from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, given_tokenizer
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.folder import ModelFolder
@@ -22,7 +22,23 @@ from megatron_lite.model.gpt import DTYPES
 
 def main(argv: Sequence[str]) -> None:
     """Parse, load, generate, print."""
-    arguments = build_parser().parse_args(argv)
+    parser = Parser("Continue a prompt.")
+    flag = parser.add_argument
+    flag("--load", help="folder of checkpoints, or one of them")
+    flag("--ckpt-step", type=number(0), help="this step, not the newest")
+    flag("--hf-model", type=Path, help="a Hugging Face folder instead")
+    flag("--prompt", nargs="+", required=True, help="one or more texts")
+    flag("--max-new-tokens", type=number(1), default=64, help="(default: 64)")
+    flag("--num-samples", type=number(1), default=1, help="continuations of each prompt (default: 1)")
+    flag("--temperature", type=number(0, float), default=0.0, help="0 (default): greedy")
+    flag("--top-k", type=number(1), help="sample among the K most likely tokens")
+    flag("--top-p", type=number(1e-6, float, 1.0), help="sample among the most likely that sum to P")
+    flag("--seed", type=number(0), default=1234, help="of the sampling (default: 1234)")
+    flag("--ignore-eod", action="store_true", help="go on after an end of document")
+    flag("--dtype", choices=DTYPES, default="fp32", help="of the computation (default: fp32)")
+    flag("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    add_tokenizer_flags(parser)
+    arguments = parser.parse_args(argv)
     if (arguments.load is None) == (arguments.hf_model is None):
         raise ConfigError("wanted one of --load and --hf-model")
     if arguments.temperature == 0 and (arguments.top_k or arguments.top_p):
@@ -33,10 +49,7 @@ def main(argv: Sequence[str]) -> None:
         source = CheckpointModel(arguments.load, arguments.ckpt_step)
     else:
         source = ModelFolder(arguments.hf_model)
-    if arguments.tokenizer_type is not None:
-        tokenizer = build_tokenizer(tokenizer_config(arguments), source.model.vocab_size)
-    else:
-        tokenizer = source.tokenizer()
+    tokenizer = given_tokenizer(arguments, source.model.vocab_size) or source.tokenizer()
     prompts = [encode(text, tokenizer) for text in arguments.prompt]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = source.load(DTYPES[arguments.dtype], device)
@@ -46,9 +59,8 @@ def main(argv: Sequence[str]) -> None:
     for text, ids in zip(arguments.prompt, prompts):
         for _ in range(arguments.num_samples):
             new = generate(model, ids, arguments.max_new_tokens, sampling, generator, stop)
-            print(
-                tokenizer.decode(ids + new) if tokenizer else f"{text} {' '.join(map(str, new))}", flush=True
-            )
+            whole = tokenizer.decode(ids + new) if tokenizer else f"{text} {' '.join(map(str, new))}"
+            print(whole, flush=True)
 
 
 def encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
@@ -61,30 +73,6 @@ def encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
             f"--prompt is '{text}', but the model has no tokenizer: wanted token ids, e.g. '1 2 3'"
         )
     return [int(word) for word in words]
-
-
-def build_parser() -> Parser:
-    """The tool's flags."""
-    parser = Parser("Continue a prompt.")
-    parser.add_argument("--load", help="folder of checkpoints, or one of them")
-    parser.add_argument("--ckpt-step", type=number(0), help="this step, not the newest")
-    parser.add_argument("--hf-model", type=Path, help="a Hugging Face folder instead")
-    parser.add_argument("--prompt", nargs="+", required=True, help="one or more texts")
-    parser.add_argument("--max-new-tokens", type=number(1), default=64, help="(default: 64)")
-    parser.add_argument(
-        "--num-samples", type=number(1), default=1, help="continuations of each prompt (default: 1)"
-    )
-    parser.add_argument("--temperature", type=number(0, float), default=0.0, help="0 (default): greedy")
-    parser.add_argument("--top-k", type=number(1), help="sample among the K most likely tokens")
-    parser.add_argument(
-        "--top-p", type=number(1e-6, float, 1.0), help="sample among the most likely that sum to P"
-    )
-    parser.add_argument("--seed", type=number(0), default=1234, help="of the sampling (default: 1234)")
-    parser.add_argument("--ignore-eod", action="store_true", help="go on after an end of document")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the computation (default: fp32)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    add_tokenizer_flags(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ both sides agree (exit code 1 when they do not).
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lite.data.tokenizer import add_tokenizer_flags, build_tokenizer, tokenizer_config
+from megatron_lite.data.tokenizer import add_tokenizer_flags, given_tokenizer
 from megatron_lite.files.command_line import Parser, number, run
 from megatron_lite.hugging_face.checkpoint_model import CheckpointModel
 from megatron_lite.hugging_face.conversions import ExportOptions, export_checkpoint
@@ -22,7 +22,18 @@ from megatron_lite.model.gpt import DTYPES
 
 def main(argv: Sequence[str]) -> None:
     """Parse, export."""
-    arguments = build_parser().parse_args(argv)
+    parser = Parser("Write a checkpoint as a Hugging Face model folder.")
+    flag = parser.add_argument
+    flag("--load", required=True, help="folder of checkpoints, or one of them")
+    flag("--ckpt-step", type=number(0), help="this step, not the newest")
+    flag("--output", type=Path, required=True, help="folder to make")
+    flag("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: fp32)")
+    flag("--max-shard-size", default="5GB", help="largest file (default: 5GB)")
+    flag("--architecture", choices=FAMILIES, help="default: the first that fits the model")
+    flag("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    add_verification_flags(parser)
+    add_tokenizer_flags(parser)
+    arguments = parser.parse_args(argv)
     options = ExportOptions(
         dtype=DTYPES[arguments.dtype],
         max_shard_bytes=parse_size(arguments.max_shard_size, "--max-shard-size"),
@@ -31,28 +42,10 @@ def main(argv: Sequence[str]) -> None:
     )
     check_free(arguments.output, "--output")
     source = CheckpointModel(arguments.load, arguments.ckpt_step)
-    if arguments.no_tokenizer:
-        tokenizer = None
-    elif arguments.tokenizer_type is not None:
-        tokenizer = build_tokenizer(tokenizer_config(arguments), source.model.vocab_size)
-    else:
-        tokenizer = source.tokenizer()
+    tokenizer = None
+    if not arguments.no_tokenizer:
+        tokenizer = given_tokenizer(arguments, source.model.vocab_size) or source.tokenizer()
     export_checkpoint(source, arguments.output, tokenizer, options, print)
-
-
-def build_parser() -> Parser:
-    """The tool's flags."""
-    parser = Parser("Write a checkpoint as a Hugging Face model folder.")
-    parser.add_argument("--load", required=True, help="folder of checkpoints, or one of them")
-    parser.add_argument("--ckpt-step", type=number(0), help="this step, not the newest")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: fp32)")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest file (default: 5GB)")
-    parser.add_argument("--architecture", choices=FAMILIES, help="default: the first that fits the model")
-    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
-    add_verification_flags(parser)
-    add_tokenizer_flags(parser)
-    return parser
 
 
 if __name__ == "__main__":

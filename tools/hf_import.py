@@ -19,29 +19,25 @@ from megatron_lite.hugging_face.verification import add_verification_flags
 
 def main(argv: Sequence[str]) -> None:
     """Parse, import."""
-    arguments = build_parser().parse_args(argv)
+    parser = Parser("Read a Hugging Face model folder into a checkpoint.")
+    flag = parser.add_argument
+    flag("--hf-model", type=Path, required=True, help="folder with config.json and weights")
+    flag("--save", type=Path, required=True, help="folder of checkpoints to make")
+    flag(
+        "--make-vocab-size-divisible-by",
+        type=number(1),
+        default=128,
+        help="the vocabulary is padded to a multiple of this (default: 128)",
+    )
+    flag("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    add_verification_flags(parser)
+    arguments = parser.parse_args(argv)
     check_free(arguments.save, "--save")
     source = ModelFolder(arguments.hf_model, arguments.make_vocab_size_divisible_by)
     tokenizer = None if arguments.no_tokenizer else source.tokenizer()
     name = tokenizer.name if tokenizer else "none"
     print(f"{arguments.hf_model}: {source.family.architecture}, tokenizer {name}")
     import_folder(source, arguments.save, tokenizer, arguments.tolerance, print)
-
-
-def build_parser() -> Parser:
-    """The tool's flags."""
-    parser = Parser("Read a Hugging Face model folder into a checkpoint.")
-    parser.add_argument("--hf-model", type=Path, required=True, help="folder with config.json and weights")
-    parser.add_argument("--save", type=Path, required=True, help="folder of checkpoints to make")
-    parser.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=number(1),
-        default=128,
-        help="the vocabulary is padded to a multiple of this (default: 128)",
-    )
-    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
-    add_verification_flags(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ def main() -> int:
     """Returns the exit code; raises ConfigError when there is nothing to look at."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(__doc__.splitlines()[0], epilog=__doc__, formatter_class=form)
-    parser.add_argument("checkpoint", help="a checkpoint folder, or a save folder: what --load would take")
-    parser.add_argument("--tensors", action="store_true", help="a line per tensor")
-    parser.add_argument("--config", action="store_true", help="every stored flag but None, False and empty")
-    parser.add_argument("--verify", action="store_true", help="compute every file's hash")
-    parser.add_argument("--diff", metavar="OTHER", help="compare with another: flags, state, values")
+    flag = parser.add_argument
+    flag("checkpoint", help="a checkpoint folder, or a save folder: what --load would take")
+    flag("--tensors", action="store_true", help="a line per tensor")
+    flag("--config", action="store_true", help="every stored flag but None, False and empty")
+    flag("--verify", action="store_true", help="compute every file's hash")
+    flag("--diff", metavar="OTHER", help="compare with another: flags, state, values")
     arguments = parser.parse_args()
     with CheckpointReader(arguments.checkpoint) as reader:
         if arguments.diff:

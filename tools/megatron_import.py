@@ -27,7 +27,14 @@ NO_RUN = [
 
 def main(argv: Sequence[str]) -> None:
     """Parse, read, write."""
-    arguments, flags = build_parser().parse_known_args(argv)
+    parser = Parser("Read a checkpoint of Megatron-LM or megatron-core.")
+    flag = parser.add_argument
+    flag("--megatron-checkpoint", type=Path, required=True, help="its --load folder, or an iter_N")
+    flag("--ckpt-step", type=number(0), help="this step, not the newest")
+    flag("--save", type=Path, required=True, help="folder of checkpoints to make")
+    flag("--vocab-size", type=number(1), help="true size; default: all rows of the embedding")
+    flag("--max-position-embeddings", type=number(1), required=True, help="as in the launch script")
+    arguments, flags = parser.parse_known_args(argv)
     check_free(arguments.save, "--save")
     length = str(arguments.max_position_embeddings)
     words = [*NO_RUN, "--seq-length", length, "--max-position-embeddings", length, *flags]
@@ -45,21 +52,6 @@ def main(argv: Sequence[str]) -> None:
         f"{source.path}: {model.num_layers} layers, vocabulary {model.vocab_size:,} of {model.padded_vocab_size:,} rows"
     )
     print(f"written: {arguments.save / path.name}")
-
-
-def build_parser() -> Parser:
-    """The tool's own flags; all others are the model's."""
-    parser = Parser("Read a checkpoint of Megatron-LM or megatron-core.")
-    parser.add_argument(
-        "--megatron-checkpoint", type=Path, required=True, help="its --load folder, or an iter_N"
-    )
-    parser.add_argument("--ckpt-step", type=number(0), help="this step, not the newest")
-    parser.add_argument("--save", type=Path, required=True, help="folder of checkpoints to make")
-    parser.add_argument("--vocab-size", type=number(1), help="true size; default: all rows of the embedding")
-    parser.add_argument(
-        "--max-position-embeddings", type=number(1), required=True, help="as in the launch script"
-    )
-    return parser
 
 
 if __name__ == "__main__":

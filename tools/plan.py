@@ -46,16 +46,17 @@ def build_parser() -> Parser:
         prog="plan.py",
         epilog="All other flags are pretrain_gpt.py's: see its --help.",
     )
-    parser.add_argument("--num-gpus", type=number(1), required=True, help="GPUs to plan for")
-    parser.add_argument("--gpus-per-node", type=number(1), default=8, help="GPUs of one NVLink (default 8)")
-    parser.add_argument("--gpu", choices=(*DEVICES, "custom"), required=True, help="the kind of GPU")
+    flag = parser.add_argument
+    flag("--num-gpus", type=number(1), required=True, help="GPUs to plan for")
+    flag("--gpus-per-node", type=number(1), default=8, help="GPUs of one NVLink (default 8)")
+    flag("--gpu", choices=(*DEVICES, "custom"), required=True, help="the kind of GPU")
     for name in CUSTOM:
-        parser.add_argument(flag_name(name), type=positive, help="of a --gpu custom")
-    parser.add_argument("--model", type=Path, help="a Hugging Face model's folder, or its config.json")
+        flag(flag_name(name), type=positive, help="of a --gpu custom")
+    flag("--model", type=Path, help="a Hugging Face model's folder, or its config.json")
     share = "share of peak that matrix products reach (default 0.65)"
-    parser.add_argument("--efficiency", type=number(0.01, float, 1.0), help=share)
-    parser.add_argument("--top", type=number(1), default=5, help="layouts to show (default 5)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    flag("--efficiency", type=number(0.01, float, 1.0), help=share)
+    flag("--top", type=number(1), default=5, help="layouts to show (default 5)")
+    flag("--json", action="store_true", help="print JSON")
     held = parser.add_argument_group("layout flags that are held, not chosen, when given")
     for item in fields(Layout):
         options: dict[str, Any] = {"action": "store_true"} if item.type is bool else {"type": number(1)}

@@ -247,12 +247,11 @@ def main(argv: Sequence[str]) -> None:
         epilog="\n".join(__doc__.splitlines()[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--microbatches", type=number(1), help="draw so many instead of the run's own")
-    parser.add_argument("--times", nargs="+", help="forward/backward of each stage, or forward/input/weight")
-    parser.add_argument(
-        "--from-trace", type=Path, metavar="FILE", help="a file of pretrain_gpt.py --timeline"
-    )
-    parser.add_argument("--output", type=Path, help="also draw to this .svg or .png file")
+    flag = parser.add_argument
+    flag("--microbatches", type=number(1), help="draw so many instead of the run's own")
+    flag("--times", nargs="+", help="forward/backward of each stage, or forward/input/weight")
+    flag("--from-trace", type=Path, metavar="FILE", help="a file of pretrain_gpt.py --timeline")
+    flag("--output", type=Path, help="also draw to this .svg or .png file")
     own, flags = parser.parse_known_args(argv)
     if own.output is not None:
         if own.output.suffix not in (".svg", ".png"):

@@ -35,19 +35,16 @@ FACTOR = 8.0
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(this tool's own flags, the run's flags)."""
     parser = Parser(__doc__.splitlines()[0], prog="verify_parity.py")
-    parser.add_argument("--parity-steps", type=number(1), default=2, help="steps to train (default 2)")
-    parser.add_argument(
+    flag = parser.add_argument
+    flag("--parity-steps", type=number(1), default=2, help="steps to train (default 2)")
+    flag(
         "--parity-factor",
         type=number(0, float),
         default=FACTOR,
         help="how many times the rounding error of one process a layout may have (default %(default)g)",
     )
-    parser.add_argument(
-        "--parity-precision", choices=("fp32", "keep"), default="fp32", help="fp32, or keep the run's"
-    )
-    parser.add_argument(
-        "--parity-max-parameters", type=number(1), default=20_000_000, help="larger models are made small"
-    )
+    flag("--parity-precision", choices=("fp32", "keep"), default="fp32", help="fp32, or keep the run's")
+    flag("--parity-max-parameters", type=number(1), default=20_000_000, help="larger models are made small")
     return parser.parse_known_args(argv)
 
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -129,9 +130,7 @@ def parse_split(text: str) -> list[float]:
 
 def split_bounds(weights: Sequence[float]) -> dict[str, Bounds | None]:
     """The part of each source, from 0 to 1, that each split takes; None for one that takes nothing."""
-    ends = [0.0]
-    for weight in weights:
-        ends.append(ends[-1] + weight)
+    ends = list(accumulate(weights, initial=0.0))
     return {name: (a, b) if b > a else None for name, a, b in zip(SPLITS, ends, ends[1:])}
 
 

@@ -299,6 +299,11 @@ def tokenizer_config(arguments: Any) -> DataConfig:
     return DataConfig(**{name: getattr(arguments, name) for name in TOKENIZER_FLAGS})
 
 
+def given_tokenizer(arguments: Any, vocab_size: int | None) -> Tokenizer | None:
+    """The tokenizer that these flags name; None where they name none. Raises ConfigError as build_tokenizer."""
+    return build_tokenizer(tokenizer_config(arguments), vocab_size) if arguments.tokenizer_type else None
+
+
 def _existing(config: DataConfig, name: str, wanted: str, folder: bool = False) -> Path:
     flag, value = flag_name(name), getattr(config, name)
     if not value:
