@@ -169,9 +169,9 @@ def test_generate_from_a_checkpoint(trained, capsys):
     # Near to 0 a temperature takes the most likely token, however small it is.
     assert call(generate, *common, "--temperature", "1e-40", capsys=capsys)[1] == out
     for flags, words in (
-        (("--temperature", 1, "--top-p", 0), "argument --top-p: is '0', wanted a number from 1e-06 to 1"),
-        (("--temperature", "inf"), "argument --temperature: is 'inf', wanted a number of at least 0"),
-        (("--seed", 10**30), "argument --seed: is '1"),
+        (("--temperature", 1, "--top-p", 0), "--top-p: is '0', wanted a number from 1e-06 to 1"),
+        (("--temperature", "inf"), "--temperature: is 'inf', wanted a number of at least 0"),
+        (("--seed", 10**30), "--seed: is '1"),
         (("--device", "cuda"), "--device is cuda, but torch finds no CUDA device"),
     ):
         if flags == ("--device", "cuda") and torch.cuda.is_available():
