@@ -12,6 +12,9 @@ import sys
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megatron_lite.arithmetic.costs import model_costs
 from megatron_lite.arithmetic.partition import describe, plan_from_config
@@ -19,10 +22,11 @@ from megatron_lite.checkpoint import find_in
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, run
 from megatron_lite.files.writing import write_aside
-from megatron_lite.training.logged import LOGGED
+from megatron_lite.training.logged import EXPERT_LOAD, LOGGED, values_of_layers
 from megatron_lite.training.metrics_file import MetricsFile, Record, read_metrics
 
 MOST_SOURCES = 30
+MOST_COLUMNS = 400  # of a picture over time
 # Tells lines apart for most colour-blind readers (Okabe and Ito 2008), on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 LOGARITHMIC = "Gradient norm"
@@ -69,7 +73,7 @@ def chart(heading: str, lines: dict[str, Points], restarts: Sequence[int] = ()) 
         return ""
     with rc_context(DRAWN):
         figure = Figure(figsize=(6.2, 2.6), layout="constrained")
-        axes, drawn = figure.subplots(), io.StringIO()
+        axes = figure.subplots()
         for name, values, colour in zip(lines, lines.values(), cycle(COLOURS)):
             style = {"color": colour, "linewidth": 1.2, "marker": "o" if len(values) == 1 else None}
             axes.plot([*values], [*values.values()], label=name, gid="line", **style)
@@ -82,7 +86,40 @@ def chart(heading: str, lines: dict[str, Points], restarts: Sequence[int] = ()) 
             axes.axvline(iteration, color=GREY, linestyle=":", gid="restart")
         if len(lines) > 1:
             axes.legend(frameon=False)
-        figure.savefig(drawn, format="svg", transparent=True, metadata=NO_METADATA)
+        return _figure(heading, figure)
+
+
+def picture_of_layers(heading: str, by_iteration: dict[int, dict[int, float]]) -> str:
+    """A figure of a value of each layer over time, the larger the darker; empty when there are no layers.
+
+    Args:
+        by_iteration: iteration -> {layer: value}.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    layers = sorted({layer for values in by_iteration.values() for layer in values})
+    if not layers:
+        return ""
+    steps = np.linspace(0, len(by_iteration) - 1, min(len(by_iteration), MOST_COLUMNS)).astype(int)
+    shown = np.array([*by_iteration])[steps]
+    values = [[by_iteration[step].get(layer, np.nan) for step in shown.tolist()] for layer in layers]
+    with rc_context(DRAWN | {"axes.grid": False}):
+        figure = Figure(figsize=(6.2, 2.6), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(values, aspect="auto", cmap="cividis_r", interpolation="nearest", gid="layers")
+        every = -(-len(layers) // 8)
+        axes.set_yticks(range(0, len(layers), every), [f"layer {layer}" for layer in layers[::every]])
+        columns = sorted({0, len(shown) // 2, len(shown) - 1})
+        axes.set_xticks(columns, [str(shown[column]) for column in columns])
+        figure.colorbar(image)
+        return _figure(heading, figure)
+
+
+def _figure(heading: str, figure: Any) -> str:
+    """A matplotlib figure as HTML."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", transparent=True, metadata=NO_METADATA)
     picture = drawn.getvalue()
     return (
         f"<figure><figcaption>{html.escape(heading)}</figcaption>{picture[picture.index('<svg') :]}</figure>"
@@ -166,6 +203,13 @@ def page(runs: dict[str, MetricsFile], layout: str | None) -> str:
                 line = label if len(runs) == 1 else f"{run_name} {label}"
                 lines[line] = points(metrics.records, key, factor)
         figures.append(chart(heading, lines, restarts))
+    for run_name, metrics in runs.items():
+        found = ((r["iteration"], values_of_layers(r, EXPERT_LOAD)) for r in metrics.records)
+        loads = dict(sorted((iteration, values) for iteration, values in found if values))
+        name = "" if len(runs) == 1 else f"{run_name} "
+        figures.append(
+            picture_of_layers(f"{name}Load of the fullest expert of each layer, times mean", loads)
+        )
     tables = []
     for name, metrics in runs.items():
         rows = "".join(

@@ -186,12 +186,12 @@ class Spread(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, order: torch.Tensor, place: torch.Tensor, chosen: int
     ) -> torch.Tensor:
         ctx.save_for_backward(order, place)
-        ctx.chosen = chosen
+        ctx.chosen, ctx.shape = chosen, tokens.shape
         return _spread(tokens, order, chosen)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _collect(gradient, ctx.saved_tensors[1], ctx.chosen), None, None, None
+        return _collect(gradient, ctx.saved_tensors[1], ctx.chosen, ctx.shape), None, None, None
 
 
 class Collect(torch.autograd.Function):
@@ -203,9 +203,7 @@ class Collect(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(order, place)
         ctx.chosen = max(1, rows.numel() // max(1, shape.numel()))
-        return _collect(rows, place, ctx.chosen).view(
-            shape
-        )  # here, for FSDP warns at a module that returns a view
+        return _collect(rows, place, ctx.chosen, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -217,6 +215,9 @@ def _spread(tokens: torch.Tensor, order: torch.Tensor, chosen: int) -> torch.Ten
     return tokens.index_select(0, order if chosen == 1 else order // chosen)
 
 
-def _collect(rows: torch.Tensor, place: torch.Tensor, chosen: int) -> torch.Tensor:
+def _collect(rows: torch.Tensor, place: torch.Tensor, chosen: int, shape: torch.Size) -> torch.Tensor:
     placed = rows.index_select(0, place)
-    return placed if chosen == 1 else placed.unflatten(0, (-1, chosen)).sum(dim=1)
+    if placed.shape == shape:
+        return placed
+    # Of K = 1 too the sum: FSDP warns at a module that returns a view.
+    return placed.view(*shape[:-1], chosen, shape[-1]).sum(dim=-2)

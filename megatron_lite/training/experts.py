@@ -15,7 +15,7 @@ from torch import nn
 from megatron_lite.arithmetic.mesh_sizes import AXES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.distributed.mesh import ParallelMesh
-from megatron_lite.training.logged import EXPERT_LOAD
+from megatron_lite.training.logged import EXPERT_LOAD, STARVED, name_of_layer
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,30 @@ class Balance:
         """[L] how many times the mean the fullest expert of each layer has: 1 is even."""
         return self.tokens.amax(dim=1) / self.tokens.mean(dim=1).clamp(min=1)
 
+    @property
+    def starved(self) -> torch.Tensor:
+        """[L] the share of each layer's experts that no token of the step was sent to."""
+        return (self.tokens == 0).double().mean(dim=1)
+
     def numbers(self) -> torch.Tensor:
-        """What a line of the log has, fp32 [losses + 1]: the losses' means over the layers, the largest load."""
-        return torch.cat([self.losses.mean(dim=0), self.loads.max().view(1)]).float()
+        """What a line of the log has, fp32 [losses + 2]: means over the layers, but the largest load."""
+        others = torch.stack([self.loads.max(), self.starved.mean()])
+        return torch.cat([self.losses.mean(dim=0), others]).float()
 
     def record(self, numbers: list[float]) -> dict[str, float]:
         """`numbers` by the names of a record."""
-        return dict(zip((*self.names, EXPERT_LOAD), numbers, strict=True))
+        return dict(zip((*self.names, EXPERT_LOAD, STARVED), numbers, strict=True))
 
-    def record_of_layers(self) -> dict[str, float]:
-        """--moe-per-layer-logging: the losses and the load of each layer (the host waits)."""
-        table = torch.cat([self.losses, self.loads[:, None]], dim=1).tolist()
+    def record_of_layers(self, with_losses: bool) -> dict[str, float]:
+        """Each layer's load and starved experts, with --moe-per-layer-logging its losses too (the host waits)."""
+        columns = {EXPERT_LOAD: self.loads, STARVED: self.starved}
+        if with_losses:
+            columns |= dict(zip(self.names, self.losses.unbind(dim=1), strict=True))
+        table = torch.stack([*columns.values()], dim=1).tolist()
         return {
-            f"moe/{name}_layer_{layer}": value
+            name_of_layer(name, layer): value
             for layer, row in zip(self.layers, table)
-            for name, value in zip((*self.names, EXPERT_LOAD), row)
+            for name, value in zip(columns, row)
         }
 
 

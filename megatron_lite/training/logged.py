@@ -1,7 +1,8 @@
 """What a run logs, a row for each value: the log line, the trackers and tools/report.py read this table."""
 
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.model import LOSS_NAMES
 
@@ -37,6 +38,8 @@ _MEMORY_FLAG, _TIMERS_FLAG = "log_memory_to_tensorboard", "log_timers_to_tensorb
 DECOUPLED = "decoupled-learning-rate"  # of embedding and head, with --decoupled-lr
 MEMORY = ("memory-bytes", "memory-reserved-bytes")  # a CPU has the first only: resident
 EXPERT_LOAD = "expert-load"  # of the layer where it is largest
+STARVED = "starved-experts"  # share of all layers' experts
+_OF_LAYER = re.compile(r"moe/(.+)_layer_(\d+)")
 # In the order of the log line, which is Megatron-LM's; MFU, tokens/s, ETA and what the flags add are ours.
 LOGGED = (
     Logged("consumed-samples", "consumed samples: {:12d}".format),
@@ -67,6 +70,7 @@ LOGGED = (
         "Load of the fullest expert",
         "times mean",
     ),
+    Logged(STARVED, "starved experts: {:.1f}%".format, 100, "Experts without a token, %", "of all"),
     Logged("loss-scale", "loss scale: {:.1f}".format),
     Logged("grad-norm", "grad norm: {:.3f}".format, 1, "Gradient norm", "gradient norm"),
     Logged(
@@ -91,3 +95,15 @@ LOGGED = (
     Logged("skipped-iterations", "number of skipped iterations: {:3d}".format),
     Logged("nan-iterations", "number of nan iterations: {:3d}".format),
 )
+
+
+def name_of_layer(key: str, layer: int) -> str:
+    """The name in a record of one layer's value."""
+    return f"moe/{key}_layer_{layer}"
+
+
+def values_of_layers(record: dict[str, Any], key: str) -> dict[int, float]:
+    """{layer: value} of what `name_of_layer` named, in the order of layers; empty where a record has none."""
+    found = ((_OF_LAYER.fullmatch(name), value) for name, value in record.items())
+    mine = {int(match[2]): value for match, value in found if match and match[1] == key}
+    return dict(sorted(mine.items()))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_lite.arithmetic.flops import flops_per_step, peak_flops
 from megatron_lite.config import Config, LoggingConfig
-from megatron_lite.training.logged import LOGGED, MEMORY, duration
+from megatron_lite.training.logged import EXPERT_LOAD, LOGGED, MEMORY, STARVED, duration, values_of_layers
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.timers import Timers
 from megatron_lite.training.trackers import Tracker
@@ -117,7 +117,12 @@ class Metrics:
             self._tracker.track(self._record(self._steps[-1:], state), state.iteration)
         if of_source := {f"consumed-tokens/{name}": n for name, n in state.tokens_of_source.items()}:
             self._tracker.track({"iteration": state.iteration, **of_source}, state.iteration)
-        self._tracker.say(self.line(self._record(self._steps, state)))
+        record = self._record(self._steps, state)
+        self._tracker.say(self.line(record))
+        if self._config.model.moe_per_layer_logging:
+            loads, starved = (values_of_layers(record, key) for key in (EXPERT_LOAD, STARVED))
+            layers = ", ".join(f"{layer}: {load:.2f} {starved[layer]:.0%}" for layer, load in loads.items())
+            self._tracker.say(f"expert load (fullest / mean) and starved experts by layer | {layers} |")
         lines, seconds = self._timers.report(len(self._steps))
         if lines:
             self._tracker.say(lines)

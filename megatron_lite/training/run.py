@@ -175,8 +175,8 @@ class Run:
             extras["num-zeros"] = count_zeros(self.chunks, self.mesh).item()
         if logging.log_params_norm and due:
             extras["params-norm"] = parameter_norm(self.chunks, self.mesh).item()
-        if due and self.config.model.moe_per_layer_logging and self._balance is not None:
-            extras |= self._balance.record_of_layers()
+        if due and self._balance is not None:
+            extras |= self._balance.record_of_layers(self.config.model.moe_per_layer_logging)
         if due and self.mesh.size("pp") > 1:
             extras |= self.pipeline.clock.idle_shares()
         return extras
