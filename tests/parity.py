@@ -17,15 +17,10 @@ from megatron_lite.config import (
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel.fsdp import compute_dtype
+from megatron_lite.rehearsal.one_process import Outcome, mean_loss
+from megatron_lite.rehearsal.parity import compare_with_one_process, report, run_layout
 from megatron_lite.training.run import Run, build_run
-from tools.verify_parity import (
-    FACTOR,
-    Outcome,
-    compare_with_one_process,
-    mean_loss,
-    report,
-    run_layout,
-)
+from tools.verify_parity import FACTOR
 
 VOCAB, SEQ_LENGTH, SEED = 59, 16, 1234
 MODEL = ModelConfig(
@@ -171,7 +166,7 @@ def assert_equals_one_process(
         assert (outcome.losses, outcome.norms) == (ranks[0].losses, ranks[0].norms), (
             "ranks must agree to the bit"
         )
-    whole = Outcome(ranks[0].losses, ranks[0].norms, gradients, ranks[0].evaluation)
+    whole = replace(ranks[0], gradients=gradients)
     rows, margin = compare_with_one_process(
         config, whole, [*batches, batches[0]], torch.device("cpu"), factor
     )

@@ -70,7 +70,7 @@ class Run:
     stop: StopConditions
     state: TrainState = field(default_factory=TrainState)
     _memory: list[float] = field(default_factory=list, init=False)
-    _balance: Balance | None = field(default=None, init=False)
+    balance: Balance | None = field(default=None, init=False)  # of the last step, of a mixture
 
     def step(self, loader: Batches) -> StepResult:
         """One optimizer step over one global batch; advances the state."""
@@ -93,8 +93,8 @@ class Run:
         if finite:
             with self.timers("optimizer"):
                 self._update_weights(norm)
-            if self._balance is not None:
-                move_expert_biases(self.chunks, self._balance, self.config.model.moe_router_bias_update_rate)
+            if self.balance is not None:
+                move_expert_biases(self.chunks, self.balance, self.config.model.moe_router_bias_update_rate)
         self.optimizer.zero_grad(set_to_none=True)
         scale, overflow = self.loss_scale.scale, self.loss_scale.is_overflow(math.isfinite(loss))
         self.loss_scale.update(finite)
@@ -137,15 +137,15 @@ class Run:
         numbers = iter(torch.cat(parts).tolist())
         (loss,), (norm,), flags, self._memory, logged = ([next(numbers) for _ in part] for part in parts)
         self.stop.agree(flags)
-        return loss, norm, self._balance.record(logged) if self._balance is not None else {}
+        return loss, norm, self.balance.record(logged) if self.balance is not None else {}
 
     def _take_balance(self, microbatches: int) -> torch.Tensor:
         """Sum what the routers have taken in; the numbers of it that are logged, none for a dense model."""
         if not self.config.model.num_experts:
             return torch.empty(0, device=self.mesh.device)
         count = microbatches * self.mesh.data_parallel_size
-        self._balance = take_balance(self.chunks, self.config.model, self.mesh, count)
-        return self._balance.numbers()
+        self.balance = take_balance(self.chunks, self.config.model, self.mesh, count)
+        return self.balance.numbers()
 
     def _update_weights(self, norm: float) -> None:
         with self.timers("optimizer-clip"):
@@ -175,8 +175,8 @@ class Run:
             extras["num-zeros"] = count_zeros(self.chunks, self.mesh).item()
         if logging.log_params_norm and due:
             extras["params-norm"] = parameter_norm(self.chunks, self.mesh).item()
-        if due and self._balance is not None:
-            extras |= self._balance.record_of_layers(self.config.model.moe_per_layer_logging)
+        if due and self.balance is not None:
+            extras |= self.balance.record_of_layers(self.config.model.moe_per_layer_logging)
         if due and self.mesh.size("pp") > 1:
             extras |= self.pipeline.clock.idle_shares()
         return extras

@@ -13,10 +13,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megatron_lite.checkpoint.reading import CheckpointReader
 from megatron_lite.checkpoint.shards import shard_of
 from megatron_lite.config import CheckpointConfig
+from megatron_lite.rehearsal.one_process import initial_model
 from megatron_lite.training.named_tensors import checkpoint_tensors, tied_copies
 from tests.parity import full, make_config, set_up
 from tests.ranks import run_ranks
-from tools.verify_parity import initial_model
 
 TIED = {"untie_embeddings_and_output_weights": False, "padded_vocab_size": 61, "num_layers": 4}
 EXPERTS = {

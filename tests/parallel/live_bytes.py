@@ -6,9 +6,9 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lite.rehearsal.parity import my_samples
 from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
-from tools.verify_parity import my_samples
 
 MIB = 1 << 20
 # Wide enough that activations and logits, not small change, are what is seen.

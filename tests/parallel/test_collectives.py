@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lite.rehearsal.parity import my_samples
 from tests.parity import assert_equals_one_process, make_batches, make_config, set_up, train_in_layout
 from tests.ranks import run_ranks
-from tools.verify_parity import my_samples
 
 
 class Collectives(TorchDispatchMode):

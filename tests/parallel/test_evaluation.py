@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_lite.rehearsal.one_process import initial_model
+from megatron_lite.rehearsal.parity import my_samples
 from tests.parity import bare_loss, make_batches, make_config, per_token, set_up
 from tests.ranks import run_ranks
-from tools.verify_parity import initial_model, my_samples
 
 
 def _evaluate(config, batches):

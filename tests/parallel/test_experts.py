@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_lite.distributed.mesh import build_mesh
+from megatron_lite.rehearsal.parity import PreparedBatches
 from megatron_lite.training.run import build_run
 from tests.parity import (
     SEQ_LENGTH,
@@ -13,7 +14,6 @@ from tests.parity import (
     train_in_layout,
 )
 from tests.ranks import run_ranks
-from tools.verify_parity import PreparedBatches
 
 SOFTMAX = {
     "num_layers": 4,
@@ -106,7 +106,7 @@ def train(config, batches):
     for _ in batches:
         routers = run.step(loader).routers
         logged.append([routers[name] for name in names])
-    tokens = run._balance.tokens
+    tokens = run.balance.tokens
     assert (
         tokens.sum(dim=1) == config.training.global_batch_size * SEQ_LENGTH * config.model.moe_router_topk
     ).all()

@@ -3,11 +3,12 @@
 import pytest
 
 from megatron_lite.distributed.tensors import local_part
+from megatron_lite.rehearsal.one_process import initial_model
+from megatron_lite.rehearsal.parity import my_samples
 from megatron_lite.training.named_tensors import named_state
 from tests.parallel.live_bytes import MIB, MODEL, peaks
 from tests.parity import make_batches, make_config, set_up
 from tests.ranks import run_ranks
-from tools.verify_parity import initial_model, my_samples
 
 WIDE = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 32}
 

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.rehearsal.parity import my_samples
 from tests.parity import full, make_batches, make_config, set_up
 from tests.ranks import run_ranks
-from tools.verify_parity import my_samples
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 

@@ -7,11 +7,12 @@ import torch
 
 from megatron_lite.config import CheckpointConfig
 from megatron_lite.distributed.tensors import local_part
+from megatron_lite.rehearsal.one_process import run_one_process
+from megatron_lite.rehearsal.parity import my_samples
 from megatron_lite.training.consistency import ReplicaError, check_tied_copies
 from megatron_lite.training.named_tensors import checkpoint_tensors, tied_copies
 from tests.parity import assert_equals_one_process, full, make_batches, make_config, set_up
 from tests.ranks import run_ranks
-from tools.verify_parity import my_samples, run_one_process
 
 NAME = "embedding.word_embeddings.weight"
 

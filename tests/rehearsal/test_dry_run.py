@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.rehearsal import dry_run as rehearsal
 from megatron_lite.rehearsal.dry_run import describe, ranks_to_rehearse, rehearse_rank
+from megatron_lite.rehearsal.one_process import initial_model
+from megatron_lite.rehearsal.parity import my_samples
 from megatron_lite.training.gradients import local_part
 from megatron_lite.training.named_tensors import named_state
 from megatron_lite.training.run import build_run
@@ -23,7 +25,6 @@ from tests.parallel.live_bytes import LiveBytes
 from tests.parity import make_batches, make_config
 from tests.ranks import run_ranks
 from tests.runs import MODEL, ROOT, TRAINING, run_alone
-from tools.verify_parity import initial_model, my_samples
 
 # Wide enough that activations and weights, not small change, are what is seen; every shard is of equal size.
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16, "num_layers": 4}

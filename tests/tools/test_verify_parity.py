@@ -17,6 +17,7 @@ from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.parallel import pipeline as pipeline_module
 from megatron_lite.parallel.miniature import miniature
 from megatron_lite.parallel.tied import TiedWeights
+from megatron_lite.rehearsal import one_process, parity
 from megatron_lite.training import gradients as gradients_module
 from megatron_lite.training import run as run_module
 from tests.ranks import run_ranks
@@ -34,7 +35,7 @@ LAYOUT = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-ran
 
 def config_of(flags, world_size=4, precision="fp32"):
     config = parse_arguments(flags.split(), Environment(world_size=world_size, launched=True))
-    return verify_parity.comparable(verify_parity.with_any_vocabulary(config), precision)
+    return parity.comparable(verify_parity.with_any_vocabulary(config), precision)
 
 
 def _verify(config, fault=None):
@@ -229,10 +230,10 @@ def test_a_layout_may_round_as_one_process_does_and_a_few_times_more():
     """Truth 1 everywhere: below the floor nothing fails, above it what exceeds the factor."""
 
     def outcome(loss, gradient):
-        return verify_parity.Outcome([loss] * 2, [1.0] * 2, {"a": torch.full((2,), gradient)}, 1.0)
+        return one_process.Outcome([loss] * 2, [1.0] * 2, {"a": torch.full((2,), gradient)}, 1.0)
 
     def failed(layout, one):
-        rows = verify_parity.compare(layout, one, outcome(1.0, 1.0), factor=8)
+        rows = parity.compare(layout, one, outcome(1.0, 1.0), factor=8)
         return [row.name for row in rows if row.fails]
 
     exact = outcome(1.0, 1.0)
@@ -243,7 +244,7 @@ def test_a_layout_may_round_as_one_process_does_and_a_few_times_more():
     assert failed(outcome(float("nan"), 1.0), exact) == ["loss of step 0", "loss of step 1"]
     # A loss that is right by luck is judged by what the gradients show of the format's rounding.
     assert failed(outcome(1 + 7e-4, 1.0), outcome(1.0, 1 + 1e-4)) == []
-    without = verify_parity.Outcome([1.0] * 2, [1.0] * 2, {}, 1.0)
+    without = one_process.Outcome([1.0] * 2, [1.0] * 2, {}, 1.0)
     assert failed(without, exact) == ["gradient of a"]
 
 
@@ -253,6 +254,6 @@ def test_a_new_optimizer_is_judged_by_itself_in_one_process(monkeypatch):
     config = config_of(FLAGS)
     config = replace(config, optimizer=replace(config.optimizer, optimizer="adagrad", adam_eps=1e-5))
     model = GPTChunk(config.model, range(config.model.num_layers))
-    (optimizer,) = verify_parity.torch_optimizers(config, model)
+    (optimizer,) = one_process.torch_optimizers(config, model)
     assert type(optimizer) is torch.optim.Adagrad and optimizer.defaults["eps"] == 1e-5
     assert [group["weight_decay"] for group in optimizer.param_groups] == [config.optimizer.weight_decay, 0.0]
