@@ -92,12 +92,11 @@ def tensor_lines(tensors: dict[str, StoredTensor]) -> Iterator[str]:
 def verify(reader: CheckpointReader) -> int:
     """Hash every file; 1 when one is damaged."""
     stored, manifest = reader.stored, reader.stored.manifest
-    problems = [why_corrupt(stored.storage, stored.name, manifest, [file]) for file in manifest.files]
-    damage = [text for text in problems if text is not None]
-    for text in damage:
-        print(f"damaged    {text}")
-    whole, number = len(manifest.files) - len(damage), len(manifest.files)
-    print(f"verified   {whole:,} of {number:,} files have their {manifest.algorithm}")
+    problems = (why_corrupt(stored.storage, stored.name, manifest, [file]) for file in manifest.files)
+    damage = [f"damaged    {text}" for text in problems if text is not None]
+    print("".join(f"{line}\n" for line in damage), end="")
+    number = len(manifest.files)
+    print(f"verified   {number - len(damage):,} of {number:,} files have their {manifest.algorithm}")
     return 1 if damage else 0
 
 

@@ -22,7 +22,6 @@ from megatron_lite.arithmetic.costs import model_costs
 from megatron_lite.arithmetic.pipeline_layout import write_layout
 from megatron_lite.arithmetic.pipeline_schedule import (
     Action,
-    Event,
     StageTimes,
     Timeline,
     build_schedule,
@@ -59,26 +58,21 @@ SPLIT_FLAGS = (
 
 def rows(timeline: Timeline, pipeline_size: int, unit: float = 1.0) -> str:
     """The timetable as text, a cell for each `unit` of time: what runs in the middle of it."""
-    count = round(timeline.seconds / unit)
     lines = []
     for rank, events in enumerate(timeline.events):
-        cells = [".."] * count
+        cells = [".."] * round(timeline.seconds / unit)
         for event in events:
-            start, end = ((time - timeline.start) / unit for time in (event.start, event.end))
-            for cell in range(max(0, round(start)), min(count, round(end))):
-                cells[cell] = _cell(event, pipeline_size)
+            start, end = (round((time - timeline.start) / unit) for time in (event.start, event.end))
+            part = slice(max(0, start), max(0, end))
+            cells[part] = [_cell(event.action, pipeline_size)] * len(cells[part])
         lines.append(f"rank {rank}  " + " ".join(cells))
     return "\n".join(lines)
 
 
-def _cell(event: Event, pipeline_size: int) -> str:
-    chunk = "abcdefgh"[min(event.action.stage // pipeline_size, 7)]
-    if event.action.kind == "R":
-        return "rr"
-    microbatch = SIGNS[event.action.microbatch % len(SIGNS)]
-    if event.action.kind == "W":
-        return f"w{microbatch}"
-    return (chunk if event.action.kind == "F" else chunk.upper()) + microbatch
+def _cell(action: Action, pipeline_size: int) -> str:
+    chunk = "abcdefgh"[min(action.stage // pipeline_size, 7)]
+    sign = {"F": chunk, "W": "w"}.get(action.kind, chunk.upper())
+    return "rr" if action.kind == "R" else sign + SIGNS[action.microbatch % len(SIGNS)]
 
 
 def headline(sizes: Sizes) -> str:
@@ -181,7 +175,6 @@ class Comparison:
         return f"stage {plan.stage} on rank {plan.rank} ({plan.holds}), {share:.2f} times the mean stage"
 
     def proposal(self) -> Proposal:
-        """A better split of the layers."""
         config = self.trace.config
         costs = model_costs(config.model, config.data.seq_length)
         mean = sum(layer.flops for layer in costs.layers) / len(costs.layers)
@@ -241,12 +234,9 @@ def describe_proposal(proposal: Proposal, comparison: Comparison) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Parse, print, draw."""
-    parser = Parser(
-        __doc__.splitlines()[0],
-        prog="show_schedule.py",
-        epilog="\n".join(__doc__.splitlines()[2:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    first, _, rest = __doc__.partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(first, prog="show_schedule.py", epilog=rest, formatter_class=form)
     flag = parser.add_argument
     flag("--microbatches", type=number(1), help="draw so many instead of the run's own")
     flag("--times", nargs="+", help="forward/backward of each stage, or forward/input/weight")
@@ -269,15 +259,11 @@ def _show_trace(path: Path, output: Path | None) -> None:
     comparison = Comparison(read_trace(path))
     print(describe_trace(comparison))
     held = in_flight(comparison.sizes)
-    panels = [
-        Panel(
-            f"{name}: {1000 * timeline.seconds:,.1f} ms, idle {timeline.bubble_fraction:.1%}",
-            timeline,
-            held,
-            f"slowest: {comparison.slowest}" if timeline is comparison.one.timeline else "",
-        )
-        for name, timeline in comparison.rows()
-    ]
+    panels = []
+    for name, timeline in comparison.rows():
+        title = f"{name}: {1000 * timeline.seconds:,.1f} ms, idle {timeline.bubble_fraction:.1%}"
+        slowest = "" if panels else f"slowest: {comparison.slowest}"
+        panels.append(Panel(title, timeline, held, slowest))
     _draw(output, panels, comparison.sizes[1], "ms", 1000.0)
 
 
