@@ -39,9 +39,7 @@ def find_prefixes(words: Sequence[str]) -> list[str]:
         elif any(sign in word for sign in "*?["):
             names = glob.glob(word, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         if not names:
-            raise ConfigError(
-                f"--input '{word}' names no dataset, wanted PREFIX, a folder of pairs or a pattern"
-            )
+            raise ConfigError(f"--input '{word}' names no dataset, wanted PREFIX, a folder or a pattern")
         prefixes += sorted(set(map(_prefix, names)))
     prefix, times = Counter(prefixes).most_common(1)[0]
     if times > 1:
@@ -56,9 +54,7 @@ def _prefix(word: str) -> str:
 def read_about(prefix: str) -> dict[str, Any] | None:
     """What PREFIX.json says of the tokenizer; None for a dataset that another program made."""
     path = Path(f"{prefix}.json")
-    return (
-        read_object(path, f"'{path}' (wanted what preprocess_data.py wrote there)") if path.exists() else None
-    )
+    return read_object(path, f"'{path}' (wanted what preprocess_data.py wrote)") if path.exists() else None
 
 
 def check_same(datasets: Sequence[IndexedDataset], about: Sequence[dict[str, Any] | None]) -> None:
@@ -110,9 +106,7 @@ def boundaries(datasets: Sequence[IndexedDataset]) -> Iterator[np.ndarray]:
 def main(argv: Sequence[str]) -> None:
     """Parse `argv`, check that the datasets fit together, merge them."""
     parser = Parser("Merge tokenized datasets.")
-    parser.add_argument(
-        "--input", nargs="+", required=True, help="prefixes, folders of pairs or glob patterns"
-    )
+    parser.add_argument("--input", nargs="+", required=True, help="prefixes, folders or glob patterns")
     parser.add_argument("--output-prefix", required=True, help="path of the result without .bin or .idx")
     arguments = parser.parse_args(argv)
     output = _prefix(arguments.output_prefix)

@@ -274,9 +274,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = build_parser().parse_args(argv)
     keys = arguments.json_keys
     if arguments.split_sentences:
-        raise ConfigError(
-            "--split-sentences is not supported: GPT samples run over sentences and documents alike"
-        )
+        raise ConfigError("--split-sentences is not supported: GPT samples run over sentences")
     if bool(arguments.input) == bool(arguments.dataset):
         raise ConfigError("either --input or --dataset is wanted, and not both")
     if len(set(keys)) < len(keys) or any("/" in key for key in keys):
@@ -307,12 +305,7 @@ def build_parser() -> Parser:
     flag("--skip-bad-documents", action="store_true", help="leave them out and count them by kind")
     megabytes = {"type": number(0.001, float, 2000), "default": 64.0}
     flag("--max-document-megabytes", **megabytes, help="longer ones are bad documents (default: 64)")
-    flag(
-        "--num-shards",
-        type=number(1),
-        default=1,
-        help="number of jobs that the input is cut into (default: 1)",
-    )
+    flag("--num-shards", type=number(1), default=1, help="jobs that the input is cut into (default: 1)")
     flag("--shard-id", type=number(0), default=0, help="number of this job, from 0 (default: 0)")
     add_tokenizer_flags(parser)
     flag = parser.add_argument_group("output").add_argument
@@ -323,12 +316,7 @@ def build_parser() -> Parser:
     flag("--commit-interval", **seconds, help="seconds between points to resume from (default: 20)")
     flag = parser.add_argument_group("run").add_argument
     cores = len(os.sched_getaffinity(0))
-    flag(
-        "--workers",
-        type=number(0),
-        default=cores,
-        help="processes (default: one a core); 0 = all in this one",
-    )
+    flag("--workers", type=number(0), default=cores, help="processes (default: one a core); 0 = none")
     flag("--log-interval", type=number(1), help="documents between lines of log instead of a bar")
     flag = parser.add_argument_group("Megatron's, without effect here").add_argument
     flag("--split-sentences", action="store_true", help="refused: for BERT-style samples")

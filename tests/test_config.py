@@ -175,7 +175,7 @@ CONTRADICTIONS = [
     ("--lr-decay-style WSD", 1, ["WSD", "--lr-wsd-decay-iters"]),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 11", 1, ["--lr-wsd-decay-iters", "11", "10"]),
     ("--start-weight-decay 0.1", 1, ["--start-weight-decay", "--weight-decay-incr-style"]),
-    ("--weight-decay-incr-style linear", 1, ["--start-weight-decay and --end-weight-decay"]),
+    ("--weight-decay-incr-style linear", 1, ["--start-weight-decay, --end-weight-decay"]),
     (
         "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
         1,
@@ -366,7 +366,7 @@ def test_a_refusal_names_the_flag_that_was_given():
             "--valid-data-path a",
             "--valid-data-path gives training nothing, wanted data to train on, or --skip-train",
         ),
-        ("--per-split-data-args-path {}", "valid is 3, wanted a list of words"),
+        ("--per-split-data-args-path {}", "valid is 3, wanted words"),
         ("--data-args-path /nowhere", None),  # a plan is made where the data need not be
     ],
 )

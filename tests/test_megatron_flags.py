@@ -216,7 +216,7 @@ def test_accepted_values_that_would_change_something_are_refused():
         ("--expert-model-parallel-size 4", "the model is dense"),
         ("--distributed-backend mpi", "nccl, nccl2, gloo"),
         ("--exp-avg-dtype int8", "only fp32, fp16, bf16, fp8"),
-        ("--tensor-parallel-num-weight-shards 2", "--tensor-model-parallel-size, which is 1"),
+        ("--tensor-parallel-num-weight-shards 2", "--tensor-model-parallel-size 1"),
     ):
         with pytest.raises(ConfigError) as error:
             config_of(*words.split())

@@ -69,9 +69,7 @@ def encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
         return tokenizer.encode(text)
     words = text.split()
     if not all(word.isdigit() for word in words):
-        raise ConfigError(
-            f"--prompt is '{text}', but the model has no tokenizer: wanted token ids, e.g. '1 2 3'"
-        )
+        raise ConfigError(f"--prompt is '{text}', the model has no tokenizer: wanted token ids, e.g. '1 2 3'")
     return [int(word) for word in words]
 
 

@@ -122,9 +122,7 @@ def read_model(flags: Sequence[str]) -> Config:
     words = ["--world-size", "1", "--micro-batch-size", "1", *flags]
     config = parse_checked(words)
     if config.checkpoint.use_checkpoint_args:
-        raise ConfigError(
-            "--use-checkpoint-args reads a checkpoint, which planning does not: give the model's flags"
-        )
+        raise ConfigError("--use-checkpoint-args reads a checkpoint, planning none: give the model's flags")
     if "global_batch_size" not in config.given and config.training.step_batch_size_schedule is None:
         raise ConfigError("--global-batch-size is needed: without it the batch would grow with the GPUs")
     size = known_vocabulary(config)
@@ -151,10 +149,7 @@ def describe(found: Found, cluster: Cluster, flags: Sequence[str]) -> str:
     lines += ["", *_summary(found, cluster), "", _assumptions(cluster)]
     if unknown(flags):
         missing = ", ".join(" or ".join(names) for names, _ in unknown(flags))
-        lines += [
-            "",
-            f"the commands still need {missing}; the data and the tokenizer where they are not given",
-        ]
+        lines += ["", f"the commands still need {missing}; data and tokenizer where they are not given"]
     for place, plan in enumerate(found.plans, 1):
         worst = plan.worst
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in worst.parts.items() if size)

@@ -121,15 +121,11 @@ def stage_times(words: Sequence[str], stages: int) -> StageTimes:
         except argparse.ArgumentTypeError:
             first, rest = 0.0, []
         if len(rest) not in (1, 2) or not all(0 < n < float("inf") for n in (first, *rest)):
-            raise ConfigError(
-                f"--times '{word}' wants forward/backward or forward/input/weight, e.g. 1/2 or 1/1/1"
-            )
+            raise ConfigError(f"--times '{word}' wants forward/backward or forward/input/weight, e.g. 1/2")
         times.append((first, *(rest if len(rest) == 2 else (rest[0] / 2, rest[0] / 2))))
     times *= stages if len(times) == 1 else 1
     if len(times) != stages:
-        raise ConfigError(
-            f"--times has {len(times)} entries, wanted one for each of {stages} stages, or one for all"
-        )
+        raise ConfigError(f"--times has {len(times)} entries, wanted one for each of {stages} stages, or one")
     return StageTimes(*zip(*times, strict=True))
 
 

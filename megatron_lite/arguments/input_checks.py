@@ -114,9 +114,7 @@ def _check_can_be_made(folder: Path, flag: str) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "is not a folder" if not there.is_dir() else "cannot be written to"
-        raise ConfigError(
-            f"{flag} writes to {folder}, but {there} {what}, wanted a folder that is there or can be made"
-        )
+        raise ConfigError(f"{flag} writes to {folder}, but {there} {what}, wanted one that can be made")
 
 
 CHECKS = (check_not_empty, check_data_source, check_checkpoint, check_logging)

@@ -64,9 +64,7 @@ def _check_recompute(config: Config) -> None:
     if granularity == "full" and method is None:
         raise ConfigError("--recompute-granularity full needs --recompute-method uniform or block")
     if granularity == "selective" and method is not None:
-        raise ConfigError(
-            f"--recompute-method {method} is for --recompute-granularity full, which is selective here"
-        )
+        raise ConfigError(f"--recompute-method {method} is for --recompute-granularity full, not selective")
     if granularity == "full":
         refuse_more(config, "recompute_num_layers", "num_layers")
 
@@ -91,13 +89,9 @@ def _check_split_backward(config: Config) -> None:
 
 def _check_batch(config: Config) -> None:
     micro, data_parallel = config.training.micro_batch_size, config.parallel.data_parallel_size
-    batches = {}
+    batches, grows = {}, config.training.rampup_batch_size
+    start = "the start {} of --rampup-batch-size" if grows else "--global-batch-size {}"
     for first, size in BatchSchedule.from_config(config).steps:
-        start = (
-            "the start {} of --rampup-batch-size"
-            if config.training.rampup_batch_size
-            else "--global-batch-size {}"
-        )
         batches[f"the batch of {{}} from sample {first:,} on" if first else start] = size
     batches["--eval-global-batch-size {}"] = config.evaluation.eval_global_batch_size
     for name, size in batches.items():

@@ -55,13 +55,9 @@ def accepted_notes(given: Mapping[str, Any], tensor_size: int, dense: bool) -> l
     for flag, value in given.items():
         row = ACCEPTED[flag]
         if row.choices and value not in row.choices:
-            raise ConfigError(
-                f"{flag} {value} has no counterpart here, only {', '.join(row.choices)}: {row.text}"
-            )
+            raise ConfigError(f"{flag} {value} has no counterpart, only {', '.join(row.choices)}: {row.text}")
         if flag == "--tensor-parallel-num-weight-shards" and value != str(tensor_size):
-            raise ConfigError(
-                f"{flag} {value} has to be --tensor-model-parallel-size, which is {tensor_size}"
-            )
+            raise ConfigError(f"{flag} {value} has to be --tensor-model-parallel-size {tensor_size}")
     unread = "the model is dense"
     texts = {
         flag: unread if dense and ACCEPTED[flag].here == "dense" else ACCEPTED[flag].text for flag in given

@@ -163,9 +163,7 @@ def _complete_recompute(config: Config) -> Config:
     parallel = config.parallel
     if parallel.recompute_activations:
         if parallel.recompute_granularity == "full":
-            config = _noted(
-                config, "--recompute-activations wins over --recompute-granularity full: selective"
-            )
+            config = _noted(config, "--recompute-activations wins over --recompute-granularity full")
             config = _with(config, recompute_method=None, recompute_num_layers=None)
         return _with(config, recompute_granularity="selective")
     if parallel.recompute_granularity == "full" and parallel.recompute_method is not None:

@@ -64,9 +64,7 @@ def _check_weight_decay(config: Config) -> None:
             "it is constant"
         )
     if style != "constant" and not all(ends):
-        raise ConfigError(
-            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
-        )
+        raise ConfigError(f"--weight-decay-incr-style {style} needs --start-weight-decay, --end-weight-decay")
 
 
 CHECKS = (_check_length, _check_learning_rate, _check_weight_decay)

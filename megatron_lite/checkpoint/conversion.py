@@ -57,9 +57,7 @@ def _refuse_place(target: str, checkpoint: StoredCheckpoint) -> None:
         )
     there = {step, f"{step}.pt"} & set(Storage(target).names())
     if there:
-        raise ConfigError(
-            f"--ckpt-convert-save {target} holds {min(there)} already, wanted a folder without it"
-        )
+        raise ConfigError(f"--ckpt-convert-save {target} holds {min(there)}, wanted a folder without it")
 
 
 def _tokenizer_files(checkpoint: StoredCheckpoint) -> list[Path]:

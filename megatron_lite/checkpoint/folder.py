@@ -154,9 +154,7 @@ def refuse_to_replace(
     own = checkpoint is not None and same_folder(checkpoint.storage.root, save)
     storage = Storage(save)
     if storage.size(MANIFEST) is not None:
-        raise ConfigError(
-            f"--save {save} is a checkpoint itself, wanted the folder that it lies in, or another"
-        )
+        raise ConfigError(f"--save {save} is a checkpoint itself, wanted the folder it lies in, or another")
     if (own and not weights_only) or config.overwrite_checkpoints:
         return
     complete, broken = survey(storage)

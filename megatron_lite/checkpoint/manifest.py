@@ -45,9 +45,8 @@ class Manifest:
         """JSON of the present version."""
         assert self.algorithm == HASH
         files = {name: {"size": entry.size, HASH: entry.hash} for name, entry in sorted(self.files.items())}
-        return json.dumps(
-            {"version": VERSION, "iteration": self.iteration, "files": files}, indent=1
-        ).encode()
+        content = {"version": VERSION, "iteration": self.iteration, "files": files}
+        return json.dumps(content, indent=1).encode()
 
 
 class IncompleteError(ValueError):
@@ -79,9 +78,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         if version not in _HASH_OF_VERSION:
             raise IncompleteError(f"its {MANIFEST} is of version {version}, wanted 1 to {VERSION}")
         algorithm = _HASH_OF_VERSION[version]
-        files = {
-            str(name): FileEntry(int(e["size"]), str(e[algorithm])) for name, e in stored["files"].items()
-        }
+        files = {str(n): FileEntry(int(e["size"]), str(e[algorithm])) for n, e in stored["files"].items()}
         manifest = Manifest(int(stored["iteration"]), files, algorithm)
     except IncompleteError:
         raise
@@ -111,9 +108,8 @@ def why_incomplete(storage: Storage, folder: str, iteration: int | None = None) 
     for name, entry in manifest.files.items():
         size = storage.size(f"{folder}/{name}")
         if size != entry.size:
-            return (
-                f"{name} is missing" if size is None else f"{name} has {size:,} bytes, wanted {entry.size:,}"
-            )
+            seen = "is missing" if size is None else f"has {size:,} bytes, wanted {entry.size:,}"
+            return f"{name} {seen}"
     return why_corrupt(storage, folder, manifest, REQUIRED)
 
 

@@ -113,9 +113,7 @@ def _tensor(name: str, kept: Any, records: dict[Any, Any]) -> StoredTensor:
         record = records[metadata.MetadataIndex(name, offsets)]
         file, start, length = str(record.relative_path), int(record.offset), int(record.length)
         if not inside or "/" in file or start < 0 or length < 0 or record.transform_descriptors:
-            raise ValueError(
-                f"{name} has a slice {offsets} + {sizes} in {file!r}, wanted one inside its shape {shape}"
-            )
+            raise ValueError(f"{name} has a slice {offsets} + {sizes} in {file!r}, wanted one inside {shape}")
         chunks.append(StoredChunk(offsets, sizes, file, start, length))
     if sum(math.prod(c.sizes) for c in chunks) != math.prod(shape):
         raise ValueError(f"the chunks of {name} do not make the whole")

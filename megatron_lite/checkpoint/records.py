@@ -16,9 +16,8 @@ from megatron_lite.checkpoint.metadata import StoredChunk, StoredTensor
 from megatron_lite.checkpoint.shards import LocalShard
 
 _LOCAL_HEADER = 30
-_HEAD_BYTES = (
-    32 << 10
-)  # the elements are the archive's fifth entry; each begins at a multiple of 64 bytes, or of 4096
+# The elements are the archive's fifth entry; each begins at a multiple of 64 bytes, or of 4096.
+_HEAD_BYTES = 32 << 10
 _ENTRY, _DESCRIPTOR = b"PK\x03\x04", b"PK\x07\x08"
 _READ_BYTES = 64 << 20
 
@@ -47,9 +46,7 @@ def elements_start(file: BinaryIO, chunk: StoredChunk) -> int:
         if entry.endswith(b"/byteorder") and not head.startswith(
             sys.byteorder.encode() + _DESCRIPTOR, content
         ):
-            raise RecordError(
-                f"{chunk.file} was written on a machine of the other byte order than {sys.byteorder}"
-            )
+            raise RecordError(f"{chunk.file} was written in the other byte order than {sys.byteorder}")
         if entry.endswith(b"/data/0"):
             return chunk.start + content
         position = head.find(_ENTRY, name)
@@ -71,9 +68,7 @@ def read_into(target: torch.Tensor, file: BinaryIO, position: int) -> None:
     while done < len(view):
         count = file.readinto(view[done : done + _READ_BYTES])
         if not count:
-            raise RecordError(
-                f"the file ends at byte {position + done:,}, {len(view) - done:,} more were wanted"
-            )
+            raise RecordError(f"the file ends at byte {position + done:,}, wanted {len(view) - done:,} more")
         done += count
 
 

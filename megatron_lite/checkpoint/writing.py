@@ -94,10 +94,8 @@ class NewFolder:
     def _take_name(self) -> None:
         """iter_N.tmp becomes iter_N. An iter_N that is there waits as iter_N.replaced, which counts till then."""
         if self.storage.is_folder(self.final):
-            if self.storage.is_folder(
-                self.final + REPLACED
-            ):  # iter_N is not whole, or begin() had removed this
-                self.storage.remove_folder(self.final)
+            if self.storage.is_folder(self.final + REPLACED):
+                self.storage.remove_folder(self.final)  # it is not whole, or begin() had removed the other
             else:
                 self.storage.rename(self.final, self.final + REPLACED)
         self.storage.sync_folder(self.name)
@@ -121,10 +119,7 @@ def state_files(
 ) -> dict[str, bytes]:
     """{name: content} of a checkpoint's small files."""
     files = {CONFIG: config, TRAIN_STATE: train_state}
-    return {
-        **{name: json.dumps(value, indent=1).encode() for name, value in files.items()},
-        **tokenizer_files,
-    }
+    return {name: json.dumps(value, indent=1).encode() for name, value in files.items()} | {**tokenizer_files}
 
 
 def write_checkpoint(

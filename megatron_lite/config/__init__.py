@@ -73,9 +73,7 @@ class Config:
                 check_stored(f"the stored configuration's {name}.{key}", values[key], known[key], kinds[key])
             parts[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         if unknown:
-            raise ConfigError(
-                f"the stored configuration has keys this version does not know: {', '.join(unknown)}"
-            )
+            raise ConfigError(f"the stored configuration has keys not known here: {', '.join(unknown)}")
         return cls(**{name: CONCERNS[name](**values) for name, values in parts.items()})
 
 

@@ -21,17 +21,13 @@ class DataConfig:
     train_data_path: Words | None = flag(None, "as --data-path, for training only", nargs="*")
     valid_data_path: Words | None = flag(None, "as --data-path, for validation only", nargs="*")
     test_data_path: Words | None = flag(None, "as --data-path, for the test only", nargs="*")
-    split: str | None = flag(
-        None, "weights of train,valid,test; with --data-path default 969,30,1", nargs="+", join=True
-    )
+    split: str | None = flag(None, "weights of train,valid,test; default 969,30,1", nargs="+", join=True)
     data_args_path: str | None = flag(None, "file with the words of --data-path, separated by white space")
     per_split_data_args_path: str | None = flag(None, "JSON file {train: [...], valid: [...], test: [...]}")
     data_cache_path: str | None = flag(None, "folder to cache index arrays in")
     per_dataset_sequences_path: str | None = flag(None, "JSON file {prefix: [sequences, documents]}")
     mock_data: bool = flag(False, "synthetic samples instead of files")
-    num_workers: int = flag(
-        2, "data loader worker processes per rank; 0 = load in the training process", minimum=0
-    )
+    num_workers: int = flag(2, "data loader threads per rank; 0 = nothing is read ahead", minimum=0)
     dataloader_type: str | None = flag(None, "order of samples; default single", choices=("single", "cyclic"))
     dataloader_fast_cache_load: bool = flag(False, "trust cached index arrays, skip the scan")
     dataloader_defer_npy_index_mmap: bool = flag(False, "map cached index arrays on first use")

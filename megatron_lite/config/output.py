@@ -11,9 +11,7 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "folder to save checkpoints in")
     load: str | None = flag(None, "folder to load a checkpoint from")
-    save_interval: int | None = flag(
-        None, "optimizer steps between checkpoints; 0 = only at the end", minimum=0
-    )
+    save_interval: int | None = flag(None, "steps between checkpoints; 0 = only at the end", minimum=0)
     save_retain_interval: int | None = flag(None, "keep only multiples of this and the newest", minimum=1)
     keep_last: int | None = flag(None, "ours: keep only the newest N checkpoints", minimum=1)
     overwrite_checkpoints: bool = flag(

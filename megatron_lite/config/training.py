@@ -18,32 +18,22 @@ class TrainingConfig:
         "samples of one optimizer step over all ranks; default one microbatch per data-parallel rank",
         minimum=1,
     )
-    rampup_batch_size: Numbers | None = flag(
-        None, "START INCREMENT SAMPLES: batch ramp-up", nargs=3, minimum=1
-    )
+    rampup_batch_size: Numbers | None = flag(None, "START INCREMENT SAMPLES: ramp-up", nargs=3, minimum=1)
     step_batch_size_schedule: Words | None = flag(
         None, "'0:256 10B:512 ...': batch from that many tokens on; wins over --global-batch-size", nargs="+"
     )
     train_iters: int | None = flag(None, "optimizer steps to train", minimum=0)
     train_samples: int | None = flag(None, "samples to train on, instead of --train-iters", minimum=0)
     seed: int = flag(1234, "random seed of weights, dropout and data order", minimum=0, maximum=2**32 - 1)
-    exit_interval: int | None = flag(
-        None, "save and stop when the iteration is a multiple of this; 0 = off", minimum=0
-    )
+    exit_interval: int | None = flag(None, "save and stop at multiples of this iteration; 0 = off", minimum=0)
     exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", minimum=0)
-    exit_signal_handler: bool = flag(
-        False, "SIGTERM or SIGUSR1 to any rank: save and stop after this or the next step"
-    )
+    exit_signal_handler: bool = flag(False, "SIGTERM or SIGUSR1 to any rank: save and stop within two steps")
     skip_train: bool = flag(False, "evaluate only")
-    iterations_to_skip: Numbers = flag(
-        (), "iterations whose data is read but not trained on", nargs="+", minimum=0
-    )
+    iterations_to_skip: Numbers = flag((), "iterations whose data is not trained on", nargs="+", minimum=0)
     manual_gc: bool = flag(False, "Python garbage collection only when asked")
     manual_gc_interval: int = flag(0, "steps between collections with --manual-gc; 0 = never", minimum=0)
     deterministic_mode: bool = flag(False, "only kernels that give the same bits each time")
-    calculate_per_token_loss: bool = flag(
-        False, "loss per unmasked token of the global batch (always so here)"
-    )
+    calculate_per_token_loss: bool = flag(False, "loss per unmasked token of the global batch (always here)")
     no_check_for_nan_in_loss_and_grad: bool = flag(False, "do not stop on a NaN")
     max_consecutive_nonfinite: int = flag(10, "ours: stop after so many skipped steps in a row", minimum=1)
     check_for_spiky_loss: bool = flag(False, "report losses above ten times the largest before")
@@ -80,21 +70,15 @@ class OptimizerConfig:
     lr_wsd_decay_style: str = flag(
         "exponential", "decay after WSD's plateau", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None, "optimizer steps of the last phase of --lr-decay-style WSD", minimum=1
-    )
-    lr_wsd_decay_samples: int | None = flag(
-        None, "samples of the last phase of --lr-decay-style WSD", minimum=1
-    )
+    lr_wsd_decay_iters: int | None = flag(None, "optimizer steps of WSD's last phase", minimum=1)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's last phase", minimum=1)
     weight_decay: float = flag(0.01, "weight decay factor of matrices; biases and norms do not decay")
     start_weight_decay: float | None = flag(None, "weight decay at the start; default --weight-decay")
     end_weight_decay: float | None = flag(None, "weight decay at the end; default --weight-decay")
     weight_decay_incr_style: str = flag(
         "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(
-        1.0, "gradient norm of the whole model above which gradients are clipped; 0 = no clipping"
-    )
+    clip_grad: float = flag(1.0, "gradient norm of the whole model above which it is clipped; 0 = off")
     adam_beta1: float = flag(0.9, "decay rate of Adam's mean gradient", maximum=1)
     adam_beta2: float = flag(0.999, "decay rate of Adam's mean squared gradient", maximum=1)
     adam_eps: float = flag(1e-8, "term added to Adam's denominator")

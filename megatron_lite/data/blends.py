@@ -59,9 +59,7 @@ def data_flags(config: DataConfig) -> str | None:
     chosen = [way for way, value in ways.items() if value]
     refuse_together(*chosen, because="training has one source of data")
     if config.split is not None and (given or config.per_split_data_args_path):
-        raise ConfigError(
-            f"--split {config.split} and {chosen[0]} cannot be given together: the paths are split already"
-        )
+        refuse_together(f"--split {config.split}", chosen[0], because="the paths are split already")
     return chosen[0] if chosen else None
 
 
@@ -73,9 +71,7 @@ def plan_data(config: DataConfig) -> DataPlan:
     """
     flag = data_flags(config)
     if flag is None:
-        raise ConfigError(
-            "--data-path is needed (or --train-data-path and --valid-data-path, or --mock-data)"
-        )
+        raise ConfigError("--data-path is needed (or --train-data-path, --valid-data-path, or --mock-data)")
     if config.mock_data:
         return _one_for_all(Blend(("mock",), None, flag), config)
     if config.data_path is not None:
@@ -159,13 +155,9 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
         return Blend(tuple(words), None, flag)
     missing = next((word for word, weight in zip(words[::2], weights) if weight is None), None)
     if missing is not None:
-        raise ConfigError(
-            f"{flag} has weights, but '{missing}' stands where a weight is wanted: WEIGHT PREFIX ..."
-        )
+        raise ConfigError(f"{flag} has weights, but '{missing}' where one is wanted: WEIGHT PREFIX ...")
     if len(words) % 2:
-        raise ConfigError(
-            f"{flag} ends with the weight {words[-1]}, wanted a prefix behind it: WEIGHT PREFIX ..."
-        )
+        raise ConfigError(f"{flag} ends with the weight {words[-1]}, wanted a prefix behind it")
     for weight, prefix in zip(weights, words[1::2]):
         if not 0 < weight < math.inf:
             raise ConfigError(f"{flag}: the weight of {prefix} is {weight:g}, wanted a number above 0")
@@ -183,9 +175,7 @@ def _read_per_split(path: str, flag: str) -> dict[str, dict[str, Blend]]:
     """{"train": [words], "valid": [words] or {"name": [words], ...}, "test": as valid}; any may be absent or null."""
     stored = read_object(path, flag)
     if not set(stored) <= set(SPLITS):
-        raise ConfigError(
-            f"{flag} holds {', '.join(stored)}, wanted an object with the keys train, valid, test"
-        )
+        raise ConfigError(f"{flag} holds {', '.join(stored)}, wanted the keys train, valid, test")
     sets = {}
     for split, value in stored.items():
         named = value if isinstance(value, dict) and split != "train" else {split: value}
@@ -200,7 +190,5 @@ def _read_per_split(path: str, flag: str) -> dict[str, dict[str, Blend]]:
 def _words(value: Any, where: str) -> list[str]:
     words = value.split() if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
-        raise ConfigError(
-            f'{where} is {json.dumps(value)[:60]}, wanted a list of words like ["0.3", "PREFIX", ...]'
-        )
+        raise ConfigError(f'{where} is {json.dumps(value)[:60]}, wanted words like ["0.3", "PREFIX", ...]')
     return [str(word) for word in words]

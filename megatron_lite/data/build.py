@@ -264,9 +264,7 @@ def _read_counts(path: str | None) -> dict[str, list[int]] | None:
 def _compare_counts(counts: dict[str, list[int]], prefix: str, source: TokenSource, path: str) -> None:
     seen = [len(source.sequence_lengths), len(source.document_indices) - 1]
     if prefix not in counts:
-        raise ConfigError(
-            f"--per-dataset-sequences-path {path} does not name {prefix}, wanted {{'{prefix}': {seen}}}"
-        )
+        raise ConfigError(f"--per-dataset-sequences-path {path} does not name {prefix}, wanted {seen} for it")
     # Megatron-core's own lists hold the number of boundaries, one more than the documents.
     if counts[prefix] not in (seen, [seen[0], seen[1] + 1]):
         raise ConfigError(

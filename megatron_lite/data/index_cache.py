@@ -41,9 +41,7 @@ class IndexEntry:
             return self._built
         stored = _read(self.path)
         if stored is None:
-            raise OSError(
-                f"{self.path}: the index was removed or damaged while the run was starting; start again"
-            )
+            raise OSError(f"{self.path}: the index was removed or damaged during the start; start again")
         return stored[1]
 
 

@@ -41,9 +41,7 @@ def plan_epochs(
         keep_partial: round the number of samples up; the last one is then short.
     """
     assert tokens_per_epoch > 0 and sequence_length > 0 and extra in (0, 1)
-    epochs = (
-        1 if num_samples is None else max(1, -(-(num_samples * sequence_length + extra) // tokens_per_epoch))
-    )
+    epochs = max(1, -(-((num_samples or 0) * sequence_length + extra) // tokens_per_epoch))
     tokens = epochs * tokens_per_epoch - extra
     samples = -(-tokens // sequence_length) if keep_partial else tokens // sequence_length
     before_last = None

@@ -239,7 +239,7 @@ def _size_of(path: str) -> int:
         if path.endswith((".bin.idx", ".idx.idx", ".bin.bin", ".idx.bin")):
             hint = "; give the path without .bin or .idx"
         raise ConfigError(
-            f"{path}: cannot be opened ({error.strerror}), wanted a .bin and .idx pair{hint}"
+            f"{path}: cannot be opened ({error.strerror}), wanted .bin and .idx{hint}"
         ) from None
 
 

@@ -34,7 +34,5 @@ def stored_tokenizer_flags(data: DataConfig, folder: Path) -> DataConfig:
         elif name == "tokenizer_model" and data.tokenizer_type == "HuggingFaceTokenizer" and whole.is_file():
             copies[name] = str(folder)
         else:
-            raise ConfigError(
-                f"{folder} lacks the copy of {flag_name(name)} {named}, wanted the tokenizer of the run"
-            )
+            raise ConfigError(f"{folder} lacks the copy of {flag_name(name)} {named}, the run's tokenizer")
     return replace(data, **copies)

@@ -127,9 +127,7 @@ class SentencePieceTokenizer(Tokenizer):
         numbers = {name: getattr(self._processor, f"{name}_id")() for name in SPECIAL_NAMES}
         special_ids = {name: number for name, number in numbers.items() if number >= 0}
         if "eos" not in special_ids:
-            raise ConfigError(
-                f"--tokenizer-model '{path}' has no end-of-sentence piece, wanted one to end documents"
-            )
+            raise ConfigError(f"--tokenizer-model '{path}' has no end-of-sentence piece to end documents")
         name = f"{config.tokenizer_type} {path.name}"
         super().__init__(name, size, special_ids, ("sentencepiece", content), (path,))
 
@@ -226,10 +224,8 @@ class NullTokenizer(Tokenizer):
         if vocab_size is None:
             raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
         self._size = vocab_size
-        special_ids = {"eos": vocab_size}
-        super().__init__(
-            f"NullTokenizer {vocab_size}", vocab_size + 1, special_ids, ("null", str(vocab_size))
-        )
+        name, content = f"NullTokenizer {vocab_size}", ("null", str(vocab_size))
+        super().__init__(name, vocab_size + 1, {"eos": vocab_size}, content)
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encode(text) for text in texts]
@@ -240,9 +236,7 @@ class NullTokenizer(Tokenizer):
             return [ord(character) % self._size for character in text]
         ids = [int(word) for word in words]
         if max(ids) >= self._size:
-            raise ConfigError(
-                f"the number {max(ids):,} is no token of a NullTokenizer with --vocab-size {self._size:,}"
-            )
+            raise ConfigError(f"{max(ids):,} is no token of a NullTokenizer with --vocab-size {self._size:,}")
         return ids
 
     def _decode(self, ids: list[int]) -> str:

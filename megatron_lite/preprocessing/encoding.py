@@ -64,9 +64,7 @@ class ChunkEncoder:
         options = self._options
         records = parse(chunk, options.keys, options.max_document_bytes)
         eod = self._tokenizer.eod if options.append_eod else None
-        columns = [
-            _ended(ids, lengths, eod, np.dtype(options.dtype)) for ids, lengths in self._encode(records)
-        ]
+        columns = [_ended(*column, eod, np.dtype(options.dtype)) for column in self._encode(records)]
         return Encoded(
             tokens=[tokens for tokens, _ in columns],
             lengths=[lengths for _, lengths in columns],

@@ -94,9 +94,7 @@ class Journal:
     def _open_at(self, path: Path, size: int) -> BinaryIO:
         file = path.open("r+b" if size else "wb", buffering=1 << 20)
         if file.seek(0, os.SEEK_END) < size:
-            raise ConfigError(
-                f"'{path}' is shorter than its state.json says; remove the folder to start afresh"
-            )
+            raise ConfigError(f"'{path}' is shorter than state.json says; remove the folder to start afresh")
         file.truncate(size)
         file.seek(size)
         return file

@@ -331,9 +331,7 @@ def read_dataset(
             loaded = datasets.load_dataset(name, config_name, split=split)
     except Exception as error:  # the library raises many kinds for what it lacks: a name, a split, a file
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"--dataset '{name}' cannot be loaded (--dataset-split {split}): {first_line}"
-        ) from None
+        raise ConfigError(f"--dataset '{name}' cannot be loaded (split {split}): {first_line}") from None
     if missing := [key for key in keys if key not in loaded.column_names]:
         raise ConfigError(
             f"--json-keys names '{missing[0]}', wanted a column of --dataset '{name}': {', '.join(loaded.column_names)}"

@@ -85,5 +85,5 @@ def test_a_conversion_never_replaces_its_source(load, tmp_path, place, form):
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_a_conversion_never_replaces_another(load, tmp_path, form):
     convert(load, tmp_path / "new", form)
-    with pytest.raises(ConfigError, match="new holds iter_0000010.* already"):
+    with pytest.raises(ConfigError, match="new holds iter_0000010.*, wanted a folder without it"):
         convert(load, tmp_path / "new", form)

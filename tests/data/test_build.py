@@ -176,7 +176,7 @@ def test_a_split_nobody_asks_for_is_not_read(tmp_path):
         ({"data_path": ["-1", "a", "2", "b"]}, "the weight of a is -1, wanted a number above 0"),
         ({"data_path": ["nan", "a"]}, "the weight of a is nan"),
         ({"data_path": ["inf", "a"]}, "the weight of a is inf"),
-        ({"data_path": ["1", "a", "b", "c"]}, "'b' stands where a weight is wanted"),
+        ({"data_path": ["1", "a", "b", "c"]}, "'b' where one is wanted"),
         ({"data_path": ["1", "a", "2"]}, "ends with the weight 2, wanted a prefix"),
         ({"data_path": ["nowhere"]}, "nowhere.bin: cannot be opened .No such file or directory."),
         ({"data_args_path": "nowhere.txt"}, "--data-args-path nowhere.txt cannot be read: No such file"),
@@ -238,7 +238,7 @@ def test_validation_sets_by_name(corpus, tmp_path):
         ("{", "is not JSON"),
         ('["a"]', "holds a list, wanted an object"),
         ('{"training": ["a"]}', "holds training, wanted"),
-        ('{"train": {"a": ["b"]}}', "train is .*, wanted a list of words"),
+        ('{"train": {"a": ["b"]}}', "train is .*, wanted words"),
         ('{"train": ["1", "a", "0", "b"]}', "train: the weight of b is 0"),
     ],
 )

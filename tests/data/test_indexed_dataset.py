@@ -49,7 +49,7 @@ MESSAGES = {
     "06_ptr_out_of_range": ".idx: pointer of sequence 2 is 1,000,000, wanted 14",
     "10_doc_index_wrong_end": ".idx: last document boundary is 1, wanted 3",
     "15_wrong_dtype_size": ".idx: pointer of sequence 1 is 8, wanted 16",
-    "18_idx_only": ".bin: cannot be opened (No such file or directory), wanted a .bin and .idx pair",
+    "18_idx_only": ".bin: cannot be opened (No such file or directory), wanted .bin and .idx",
 }
 
 

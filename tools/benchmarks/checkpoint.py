@@ -49,9 +49,8 @@ def contests(folder: str, total_bytes: int, repeats: int) -> dict[str, list[floa
     writes = {"save": state.save, "plain write": state.write_plain}
     seconds = take_turns({name: partial(state.write_turn, write) for name, write in writes.items()}, repeats)
     background, step = Background(state), max(0.2, min(seconds["save"]))
-    seconds |= take_turns(
-        {BLOCKED: partial(background.turn, step), COPY: partial(background.turn, 0.0)}, repeats
-    )
+    lengths = {BLOCKED: step, COPY: 0.0}
+    seconds |= take_turns({name: partial(background.turn, s) for name, s in lengths.items()}, repeats)
     state.save()
     state.write_plain()
     for suffix, prepare in (("", lambda: None), (", cold", state.evict)):
