@@ -1,7 +1,8 @@
 """A run's layout with a small model: what a proof or a rehearsal can hold on any machine. Imports no torch.
 
 Kept: every axis, the schedule, stages that differ in their number of layers, grouped heads, the kinds of norm, MLP
-and positions, how many passes a step has. Made small: widths, depth, vocabulary, sequence, batch.
+and positions, experts of a token and their groups, how many passes a step has. Made small: widths, depth, vocabulary,
+sequence, batch, number of experts.
 """
 
 import math
@@ -15,6 +16,8 @@ VOCABULARY = 1000
 HEAD_WIDTH = 16
 HIDDEN = 96
 FEED_FORWARD = 160
+EXPERT = 32
+EXPERTS = 16
 SEQUENCE = 64
 
 
@@ -37,6 +40,7 @@ def describe_change(before: Config, after: Config) -> str:
         "layers": (before.model.num_layers, after.model.num_layers),
         "hidden": (before.model.hidden_size, after.model.hidden_size),
         "feed-forward": (before.model.ffn_hidden_size, after.model.ffn_hidden_size),
+        "experts": (before.model.num_experts or 0, after.model.num_experts or 0),
         "heads": (before.model.num_attention_heads, after.model.num_attention_heads),
         "vocabulary": (before.model.padded_vocab_size, after.model.padded_vocab_size),
         "sequence": (before.data.seq_length, after.data.seq_length),
@@ -54,6 +58,7 @@ def small_model(config: Config) -> ModelConfig:
     multiple = 64 * tensor // math.gcd(64, tensor)
     return replace(
         model,
+        **_few_experts(config),
         hidden_size=min(model.hidden_size, HIDDEN),
         ffn_hidden_size=min(model.ffn_hidden_size, -(-FEED_FORWARD // tensor) * tensor),
         num_attention_heads=heads,
@@ -62,6 +67,24 @@ def small_model(config: Config) -> ModelConfig:
         vocab_size=vocabulary,
         padded_vocab_size=-(-vocabulary // multiple) * multiple,
     )
+
+
+def _few_experts(config: Config) -> dict[str, int | None]:
+    """Fields of a mixture with at least two experts a rank, and so many more than a token takes that choices differ."""
+    model = config.model
+    if not model.num_experts:
+        return {}
+    unit = math.lcm(config.parallel.expert_model_parallel_size, model.moe_router_num_groups or 1)
+    most_of_group = -(-model.moe_router_topk // (model.moe_router_group_topk or 1))
+    least = max(
+        EXPERTS, 2 * model.moe_router_topk, 2 * unit, most_of_group * (model.moe_router_num_groups or 1)
+    )
+    shared = model.moe_shared_expert_intermediate_size
+    return {
+        "num_experts": min(model.num_experts, -(-least // unit) * unit),
+        "moe_ffn_hidden_size": min(model.moe_ffn_hidden_size, EXPERT),
+        "moe_shared_expert_intermediate_size": shared and min(shared, EXPERT),
+    }
 
 
 def _with_layers(config: Config) -> Config:
@@ -81,13 +104,21 @@ def _with_layers(config: Config) -> Config:
     unit = parallel.recompute_num_layers
     return replace(
         config,
-        model=replace(config.model, num_layers=layers),
+        model=replace(config.model, num_layers=layers, moe_layer_freq=_pattern(config.model, layers)),
         parallel=replace(
             parallel,
             num_layers_per_virtual_pipeline_stage=per_stage,
             recompute_num_layers=unit if unit is None else min(unit, layers),
         ),
     )
+
+
+def _pattern(model: ModelConfig, layers: int) -> int | tuple[int, ...]:
+    """Which of so many layers have experts: as the model's first ones; the last one has where none of these does."""
+    if not model.num_experts:
+        return model.moe_layer_freq
+    first = model.moe_layer_freq[:layers]
+    return first if any(first) else (*first[:-1], 1)
 
 
 def _with_small_batch(config: Config) -> Config:

@@ -101,7 +101,7 @@ def set_up(config, batches):
 def train(config, batches):
     """(what each step logs of its routers, my layers' expert biases at the end) of this rank."""
     run, loader = set_up(config, batches)
-    names = (*config.model.router_losses, "expert-load")
+    names = (*config.model.router_losses, "expert-load", "starved-experts")
     logged = []
     for _ in batches:
         routers = run.step(loader).routers
@@ -128,6 +128,8 @@ def train(config, batches):
             "recompute_granularity": "selective",
         },
         {"pp": 2, "max_microbatches_per_step": 2},
+        {"dp": 2, "microbatches": 2, "expert_model_parallel_size": 2} | FULL,
+        {"tp": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
     ],
     ids=str,
 )
@@ -192,6 +194,13 @@ HALF = {
     "bf16 x dp": {"dp": 2, "precision": "bf16"},
     "fp16 x pp x dp": {"pp": 2, "dp": 2, "precision": "fp16"},
     "bf16, recompute": {"dp": 2, "precision": "bf16"} | FULL,
+    "bf16 x ep": {"dp": 4, "expert_model_parallel_size": 2, "precision": "bf16", "microbatches": 2},
+    "fp16 x ep x tp": {
+        "tp": 2,
+        "expert_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "precision": "fp16",
+    },
 }
 
 

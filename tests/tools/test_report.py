@@ -160,6 +160,20 @@ def test_a_pipeline_s_idle_share_is_drawn_where_there_is_one():
     assert "Pipeline idle" not in page({"run": MetricsFile([record(1), record(2)])}, None)
 
 
+def test_a_mixture_s_loads_are_drawn_by_layer_over_time():
+    records = [
+        {"iteration": n, "lm loss": 1.0, "expert-load": 2.0}
+        | {f"moe/expert-load_layer_{layer}": 1.0 + layer for layer in (1, 10, 2)}
+        for n in range(1, 6)
+    ]
+    records.insert(3, {"iteration": 2, "lm loss validation": 1.0})
+    drawn = page({"run": MetricsFile(records)}, None)
+    assert "Load of the fullest expert of each layer" in drawn and "Experts without a token" not in drawn
+    assert drawn.index("layer 1<") < drawn.index("layer 2<") < drawn.index("layer 10<")
+    dense = [{"iteration": 1, "lm loss": 1.0}]
+    assert "expert" not in page({"run": MetricsFile(dense)}, None)
+
+
 def test_a_long_run_is_thinned_and_keeps_its_spike():
     values = dict.fromkeys(range(100_000), 1.0) | {70_001: 50.0}
     figure = chart("Loss", {"training": values})

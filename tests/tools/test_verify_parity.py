@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.arguments.expert_checks import check_experts
 from megatron_lite.arguments.parse import parse_arguments
+from megatron_lite.arithmetic.costs import model_costs
 from megatron_lite.config.optimizers import FULL, OPTIMIZERS, SCALAR, OptimizerRow
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.distributed.mesh import ParallelMesh
+from megatron_lite.model import router as router_module
 from megatron_lite.model.gpt import GPTChunk
+from megatron_lite.parallel import fsdp as fsdp_module
 from megatron_lite.parallel import pipeline as pipeline_module
 from megatron_lite.parallel.miniature import miniature
 from megatron_lite.parallel.tied import TiedWeights
@@ -116,9 +120,79 @@ def _without(axis, right):
     return lambda self, value, *axes: right(self, value, *(a for a in axes if a != axis))
 
 
+def in_the_layout_only(owner, name, wrong):
+    """Plant wrong(right) while the layout runs: the one process may run the same code."""
+    run, right = verify_parity.run_layout, getattr(owner, name)
+
+    def run_layout(*arguments):
+        setattr(owner, name, wrong(right))
+        try:
+            return run(*arguments)
+        finally:
+            setattr(owner, name, right)
+
+    verify_parity.run_layout = run_layout
+
+
+def replicas_of_experts_not_summed():
+    """Experts sharded over edp without the axis of replicas."""
+    fsdp_module._other_meshes = lambda layer, mesh: [(layer.mlp.experts, mesh.expert_mesh["edp"])]
+
+
+def experts_counted_by_tp():
+    """A norm in which tensor ranks are taken for copies of the experts, which they are not."""
+    gradients_module.replication = lambda tensor, mesh: mesh.size("tp")
+
+
+def routers_losses_scaled_twice():
+    """By the number of microbatches, once more."""
+    in_the_layout_only(
+        router_module,
+        "attach_losses",
+        lambda right: (
+            lambda weights, total, router, *more: right(weights, total * router.loss_factor, router, *more)
+        ),
+    )
+
+
+def tokens_counted_in_forward():
+    """Which a recomputed layer runs twice."""
+
+    def wrong(right):
+        def attach(weights, total, router, tokens, losses):
+            router.tally.add(tokens, losses)
+            return right(
+                weights, total, router, tokens * 0, {name: loss * 0 for name, loss in losses.items()}
+            )
+
+        return attach
+
+    in_the_layout_only(router_module, "attach_losses", wrong)
+
+
+def tokens_left_out_on_one_rank():
+    """Those of the first expert, as if they were padding, and on rank 1 alone."""
+    if torch.distributed.get_rank() == 1:
+
+        def wrong(right):
+            def attach(weights, total, router, tokens, losses):
+                tokens = tokens.clone()
+                tokens[0] = 0
+                return right(weights, total, router, tokens, losses)
+
+            return attach
+
+        in_the_layout_only(router_module, "attach_losses", wrong)
+
+
 FAULTS = {
     function.__name__: function
     for function in (
+        replicas_of_experts_not_summed,
+        experts_counted_by_tp,
+        routers_losses_scaled_twice,
+        tokens_counted_in_forward,
+        tokens_left_out_on_one_rank,
         scaled_gradients,
         dropped_layer,
         doubled_tied_gradient,
@@ -137,6 +211,11 @@ MARKS = {
     "norm_of_one_shard": ("gradient norm of step 0", "loss of step 0"),
     "weights_seeded_by_rank": ("loss of step 0", None),
     "loss_of_my_samples_only": ("loss of step 0", None),
+    "replicas_of_experts_not_summed": ("loss of step 1", "loss of step 0"),
+    "experts_counted_by_tp": ("gradient norm of step 0", "loss of step 0"),
+    "routers_losses_scaled_twice": ("gradient of layers.0.mlp.router.weight", "loss of step 0"),
+    "tokens_counted_in_forward": ("tokens routed of step 0", "loss of step 0"),
+    "tokens_left_out_on_one_rank": ("tokens routed of step 0", "loss of step 0"),
 }
 
 
@@ -144,9 +223,26 @@ def _line(report, name):
     return next((line for line in report.splitlines() if line.startswith(name)), "")
 
 
+MIXTURE = """--num-experts 8 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.1 --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"""
+LAYOUTS = {
+    "replicas_of_experts_not_summed": f"{MIXTURE} --num-distributed-optimizer-instances 2",
+    "experts_counted_by_tp": f"{MIXTURE} --tensor-model-parallel-size 2 --sequence-parallel",
+    "routers_losses_scaled_twice": f"{MIXTURE} --context-parallel-size 2",
+    "tokens_counted_in_forward": f"{MIXTURE} --recompute-granularity full --recompute-method uniform",
+    "tokens_left_out_on_one_rank": MIXTURE,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=range(len(LAYOUTS)))
+def test_a_mixture_s_right_layout_is_equal(layout):
+    report, equal = run_ranks(_verify, 4, config_of(f"{FLAGS} {layout}"), init=True)[0]
+    assert equal and "the closest choice of a router: by" in report, report
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
-    config = config_of(f"{FLAGS} {LAYOUT}")
+    config = config_of(f"{FLAGS} {LAYOUTS.get(fault, LAYOUT)}")
     report, equal = run_ranks(_verify, 4, config, fault, init=True)[0]
     assert not equal, report
     assert "DIFFERENT" in report
@@ -204,6 +300,28 @@ def test_a_large_run_keeps_its_layout_and_loses_its_size():
     assert small.model.padded_vocab_size % 4 == 0 and small.model.padded_vocab_size > small.model.vocab_size
     assert small.data.seq_length % 16 == 0
     assert small.training.global_batch_size % (small.training.micro_batch_size * 2) == 0
+    assert miniature(small, 20_000_000, 16_384) == small
+
+
+def test_a_large_mixture_keeps_its_layout_too():
+    flags = """
+        --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --seq-length 4096
+        --micro-batch-size 1 --global-batch-size 1024 --train-iters 5 --lr 1e-4 --tokenizer-type NullTokenizer
+        --vocab-size 129280 --mock-data --bf16 --swiglu --disable-bias-linear --position-embedding-type rope
+        --pipeline-model-parallel-size 4 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+        --num-experts 256 --moe-ffn-hidden-size 2048 --moe-router-topk 8 --moe-layer-freq ([0]*3+[1]*58)
+        --moe-router-score-function sigmoid --moe-router-num-groups 8 --moe-router-group-topk 4
+        --moe-shared-expert-intermediate-size 2048
+    """
+    given = verify_parity.with_any_vocabulary(
+        parse_arguments(flags.split(), Environment(world_size=128, launched=True))
+    )
+    small = miniature(given, 20_000_000, 16_384)
+    model = small.model
+    assert small.parallel == given.parallel and model.num_layers == 8 + 61 % 4
+    assert model.num_experts == 64 and model.moe_layer_freq == (0, 0, 0) + (1,) * 6
+    assert model_costs(model, 64).parameters < 5_000_000
+    check_experts(small)
     assert miniature(small, 20_000_000, 16_384) == small
 
 
