@@ -29,6 +29,7 @@ from tools.benchmarks.comparison import Options, Table, render
 SUITES = {
     "step": "steps:step",
     "experts": "steps:experts",
+    "expert-parallel": "steps:expert_parallel",
     "startup": "startup:run",
     "overhead": "overhead:run",
     "fsdp": "steps:fsdp",

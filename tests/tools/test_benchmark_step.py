@@ -23,6 +23,7 @@ STARTUP = pytest.param(startup.run, marks=pytest.mark.slow, id="startup")
     [
         pytest.param(steps.step, id="step"),
         pytest.param(steps.experts, id="experts"),
+        pytest.param(steps.expert_parallel, id="expert-parallel"),
         pytest.param(overhead.run, id="overhead"),
         STARTUP,
     ],

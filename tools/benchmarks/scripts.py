@@ -5,6 +5,7 @@ batches, so all losses have to agree.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -85,6 +88,75 @@ def sharded(job: Job) -> Step:
 def replicated(job: Job) -> Step:
     """DistributedDataParallel."""
     return loop(job, DistributedDataParallel(bare_model(job.sizes)))
+
+
+class SpreadMixture(by_hand.Mixture):
+    """A bare mixture of which each rank has E/P experts: rows go to their ranks and back by torch's all-to-all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        tokens, mine = x.flatten(0, 1), self.num_experts // dist.get_world_size()
+        logits, experts = self.router(tokens).topk(self.chosen)
+        order = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=self.num_experts).view(-1, mine)
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts)
+        sent, received = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
+        rows = all_to_all(tokens[order // self.chosen], sent, received)
+        numbers = torch.arange(mine).repeat(len(coming)).repeat_interleave(coming.flatten())
+        sort = numbers.argsort(stable=True)
+        ends = coming.sum(0).cumsum(0).int()
+
+        def project(rows: torch.Tensor, name: str) -> torch.Tensor:
+            return F.grouped_mm(rows, self.experts[name]["weight"].transpose(1, 2), offs=ends)
+
+        rows = rows[sort]
+        out = project(F.silu(project(rows, "gate_proj")) * project(rows, "up_proj"), "down_proj")
+        out = all_to_all(out[sort.argsort()], received, sent)
+        out = out * logits.softmax(dim=-1).flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // self.chosen, out).view_as(x)
+
+
+def all_to_all(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    """rows [sum of sent, H] to their ranks -> [sum of received, H]; differentiable."""
+    out = rows.new_empty(sum(received), rows.shape[1])
+    return torch.distributed.nn.functional.all_to_all_single(out, rows, received, sent)
+
+
+def experts_spread(job: Job) -> Step:
+    """FSDP2 but for the experts, of which each of the ranks has its own; the norm and the mean over both by hand."""
+    warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_to_all_single is deprecated")
+    model, size, rank = bare_model(job.sizes), dist.get_world_size(), dist.get_rank()
+    experts = []
+    for layer in model.layers.values():
+        layer.mlp.__class__ = SpreadMixture
+        for holder in layer.mlp.experts.values():
+            holder["weight"] = nn.Parameter(holder["weight"].detach().chunk(size)[rank].clone())
+            experts.append(holder["weight"])
+        fully_shard(layer, ignored_params=set(experts))
+    fully_shard(model, ignored_params=set(experts))
+    rest = [p for p in model.parameters() if all(p is not expert for expert in experts)]
+    optimizers = [build_optimizer(nn.ParameterList(part)) for part in (rest, experts)]
+    following = cycle(job.batches)
+
+    def step() -> float:
+        batch = next(following)
+        loss = mean_loss(model(batch["tokens"]), batch["labels"])
+        loss.backward()
+        for expert in experts:
+            expert.grad /= size
+        ours = nn.utils.get_total_norm([expert.grad for expert in experts]).square()
+        totals = torch.stack([ours, loss.detach()])
+        dist.all_reduce(totals)
+        norm = nn.utils.get_total_norm([p.grad for p in rest]).full_tensor()
+        norm = (norm.square() + totals[0]).sqrt()
+        for part, optimizer in zip((rest, experts), optimizers):
+            nn.utils.clip_grads_with_norm_(part, by_hand.CLIP, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return totals[1].item() / size
+
+    return step
 
 
 def pipelined(job: Job, chunks: int) -> Step:

@@ -4,13 +4,16 @@ A Contest says who takes part and what ours is held to; another comparison of st
 """
 
 import importlib.util
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_lite.arithmetic.pipeline_layout import write_layout
+from megatron_lite.parallel import experts as exchange
 from megatron_lite.rehearsal.accounting import Accounting
 from tools.benchmarks import scripts
 from tools.benchmarks.baseline_model import QUICK, Sizes, random_batches
@@ -29,6 +32,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 OPERATORS = "--recompute-granularity selective --recompute-modules core_attn layernorm mlp"
 NO_SHARD = "--data-parallel-sharding-strategy no_shard"
 CHUNKED = "--cross-entropy-loss-fusion"
+SPREAD, EP = "torch fully_shard, all-to-all by hand", "--expert-model-parallel-size 2"
 BOTH = f"{FULL} {CHUNKED}"
 
 
@@ -168,6 +172,47 @@ def experts(options: Options) -> list[Table]:
     title = f"experts: one process, {sizes.experts} experts, {sizes.chosen} of a token"
     held = {BARE: entries[BARE], "ours": Entry(our_step, {BARE: 1.0})}
     return [race_table(Contest(title, sizes, entries), options), weigh_table(Contest(title, sizes, held))]
+
+
+def expert_parallel(options: Options) -> list[Table]:
+    """A mixture whose experts lie on two ranks: against FSDP alone and a minimal script; the exchange's share."""
+    sizes = replace(QUICK if options.quick else Sizes(layers=4), experts=8)
+    entries = {
+        SPREAD: Entry(scripts.experts_spread),
+        "ours, FSDP alone": Entry(our_step),
+        "ours, ep 2": Entry(partial(our_step, flags=EP), {SPREAD: 0.95, "ours, FSDP alone": 0.95}),
+    }
+    contest = Contest(
+        f"Expert parallel on 2 ranks, {sizes.experts} experts", sizes, entries, ranks=2, copies=2
+    )
+    shares = run_ranks(waiting, 2, contest)
+    share = f"Waiting for rows and counts, share of a step of ep 2: {', '.join(f'{s:.1%}' for s in shares)}."
+    table = race_table(contest, options)
+    return [replace(table, facts=[*table.facts, share])]
+
+
+def waiting(contest: Contest) -> float:
+    """On every rank: the share of a step that it waits for other ranks' rows of experts."""
+    waited: list[float] = []
+    for owner, name in ((exchange._Message, "arrived"), (exchange.Exchange, "exchange_counts")):
+        setattr(owner, name, _clocked(getattr(owner, name), waited))
+    step = contest.entries["ours, ep 2"].build(contest.job())
+    step()
+    waited.clear()
+    started = time.perf_counter()
+    for _ in range(2 * contest.turn):
+        step()
+    return sum(waited) / (time.perf_counter() - started)
+
+
+def _clocked(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    return run
 
 
 def on_ranks(options: Options, contest: Callable[[Sizes, int, float | None], Contest]) -> list[Table]:
