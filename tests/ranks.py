@@ -8,10 +8,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import secrets
 import socket
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,10 +29,12 @@ class RankError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port that is free now, and is given to no connection of other tests: those come from 32,768 up."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _enter(function, rank, world_size, port, init, timeout, env, result_file, args):

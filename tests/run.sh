@@ -4,6 +4,7 @@
 #   bash tests/run.sh --quick           the tests of tests/quick.txt: every room touched, a quarter of the time
 #   bash tests/run.sh tests/data        only these, with any flag of pytest
 #   bash tests/run.sh --torch 2.11.0    on another torch, in a venv of its own (.venv-torch-2.11.0)
+# WORKERS=1 runs one process; by default one a core, up to 4.
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
@@ -31,5 +32,19 @@ echo "+ ruff check ."
 python -m ruff check .
 echo "+ ruff format --check ."
 python -m ruff format --check .
-echo "+ pytest ${*:-}   (torch $(python -c 'import torch; print(torch.__version__)'))"
-exec python -m pytest --durations=15 "$@"
+# A test mostly has one process that computes, or ranks that wait for one another: it leaves cores idle.
+WORKERS="${WORKERS:-$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')}"
+SHARE="$(mktemp -d)"
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$SHARE"' EXIT
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+echo "+ $WORKERS x pytest ${*:-}   (torch $(python -c 'import torch; print(torch.__version__)'))"
+for ((number = 1; number < WORKERS; number++)); do
+    python -m pytest --durations=15 --share "$SHARE" "$@" >"$SHARE/$number.log" 2>&1 &
+done
+FAILED=0
+python -m pytest --durations=15 --share "$SHARE" "$@" || FAILED=$?
+for job in $(jobs -p); do
+    wait "$job" || FAILED=$?
+done
+cat "$SHARE"/*.log 2>/dev/null || true
+exit "$FAILED"

@@ -3,8 +3,11 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.conftest import Share
 
 ROOT = Path(__file__).parents[1]
 LINES = [
@@ -47,6 +50,18 @@ def test_a_named_test_touches_what_it_is_named_for(name, test):
     if function:
         defined = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
         assert function[0].partition("[")[0] in defined
+
+
+def test_processes_that_share_the_tests_run_each_of_them_once(tmp_path):
+    """Each module whole in one process, also where its tests do not stand together."""
+    items = [SimpleNamespace(nodeid=f"tests/{module}.py::{n}") for n, module in enumerate("aabbbcadddeb")]
+    parts, done = [Share(tmp_path).mine(items) for _ in range(3)], [[], [], []]
+    for _ in items:
+        for part, mine in zip(parts, done):
+            mine += [item.nodeid for item in (next(part, None),) if item is not None]
+    assert sorted(sum(done, [])) == sorted(item.nodeid for item in items)
+    modules = [{name.partition("::")[0] for name in mine} for mine in done]
+    assert sum(map(len, modules)) == len(set().union(*modules)) == 5 and all(modules)
 
 
 def test_parameters_named_are_there(request):
