@@ -1,4 +1,4 @@
-"""Flag sets of dense pretraining scripts as they are found in public: old and new spellings, quotes that survive
+"""Flag sets of pretraining scripts as they are found in public, dense ones and mixtures of experts: old and new spellings, quotes that survive
 the shell, everything that a script of its time carries. SCRIPTS: name -> (processes, words as the program gets them).
 """
 
@@ -477,6 +477,77 @@ SCRIPTS: dict[str, tuple[int, str]] = {
         --megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32
         --megatron-fsdp-grad-comm-dtype bf16 --use-nccl-ub --ckpt-format fsdp_dtensor""",
     ),
+    "mixtral_8x7b": (
+        64,
+        f"""{LLAMA} --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 --hidden-size 4096
+        --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8
+        --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+        --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather
+        --overlap-grad-reduce --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model
+        --data-path my_text_document --split 99990,8,2 --micro-batch-size 1 --global-batch-size 256 --lr 1e-4
+        --train-iters 500000 --lr-decay-iters 320000 --min-lr 1.0e-5 --lr-warmup-iters 500
+        --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8
+        --use-distributed-optimizer --sequence-parallel --log-interval 1 --save-interval 10000 --eval-interval 1000
+        --eval-iters 10 --save ckpt --load ckpt --tensorboard-dir ckpt/tensorboard --no-load-optim --no-load-rng
+        --vocab-size 32000""",
+    ),
+    "qwen3_30b_a3b": (
+        32,
+        f"""{LLAMA} --seq-length 4096 --max-position-embeddings 40960 --num-layers 48 --hidden-size 2048
+        --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128 --group-query-attention
+        --num-query-groups 4 --qk-layernorm --rotary-base 1000000 --norm-epsilon 1e-6 --num-experts 128
+        --moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-router-score-function softmax --moe-router-dtype fp32
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-layer-freq ([1]*48)
+        --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall --moe-layer-recompute
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model qwen3 --data-path my_text_document --split 99,1,0
+        --micro-batch-size 1 --global-batch-size 512 --train-samples 24414062 --lr 3e-4 --min-lr 3e-5
+        --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 8
+        --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 12 --sequence-parallel
+        --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --save ckpt --save-interval 500
+        --vocab-size 151936 --make-vocab-size-divisible-by 1187""",
+    ),
+    "qwen3_235b_a22b": (
+        256,
+        f"""{LLAMA} --seq-length 4096 --max-position-embeddings 40960 --num-layers 94 --hidden-size 4096
+        --ffn-hidden-size 12288 --num-attention-heads 64 --kv-channels 128 --group-query-attention
+        --num-query-groups 4 --qk-layernorm --rotary-base 1000000 --norm-epsilon 1e-6 --num-experts 128
+        --moe-ffn-hidden-size 1536 --moe-router-topk 8 --moe-router-load-balancing-type aux_loss
+        --moe-aux-loss-coeff 1e-3 --moe-grouped-gemm --moe-token-dispatcher-type flex --moe-enable-deepep
+        --tokenizer-type NullTokenizer --vocab-size 151936 --mock-data --micro-batch-size 1 --global-batch-size 1024
+        --train-iters 100000 --lr 1e-4 --min-lr 1e-5 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1
+        --expert-model-parallel-size 32 --pipeline-model-parallel-size 4 --sequence-parallel
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""",
+    ),
+    "glm4.5_air": (
+        64,
+        f"""{LLAMA} --seq-length 4096 --max-position-embeddings 131072 --num-layers 46 --hidden-size 4096
+        --ffn-hidden-size 10944 --num-attention-heads 96 --kv-channels 128 --group-query-attention
+        --num-query-groups 8 --add-qkv-bias --rotary-percent 0.5 --rotary-base 1000000 --norm-epsilon 1e-5
+        --num-experts 128 --moe-ffn-hidden-size 1408 --moe-router-topk 8 --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss
+        --moe-aux-loss-coeff 0 --moe-router-dtype fp32 --moe-layer-freq [0]*1+[1]*45
+        --moe-shared-expert-intermediate-size 1408 --moe-shared-expert-overlap --moe-router-pre-softmax
+        --moe-grouped-gemm --moe-token-dispatcher-type alltoall --tokenizer-type HuggingFaceTokenizer
+        --tokenizer-model glm --data-path my_text_document --split 99,1,0 --micro-batch-size 1
+        --global-batch-size 256 --train-iters 100000 --lr 1e-4 --min-lr 1e-5 --tensor-model-parallel-size 1
+        --expert-model-parallel-size 8 --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 10
+        --vocab-size 151552""",
+    ),
+    "ci_moe_ep8": (
+        8,
+        f"""{CI} --num-experts 8 --expert-model-parallel-size 8 --moe-token-dispatcher-type allgather
+        --moe-router-load-balancing-type aux_loss --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm
+        --moe-ffn-hidden-size 1024 --moe-router-dtype fp64 --disable-bias-linear --sequence-parallel
+        --overlap-grad-reduce --overlap-param-gather --untie-embeddings-and-output-weights
+        --position-embedding-type rope --use-distributed-optimizer""",
+    ),
+    "ci_moe_tp2_pp2_ep4": (
+        8,
+        f"""{CI} --num-experts 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+        --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --sequence-parallel --moe-z-loss-coeff 1e-3
+        --moe-router-load-balancing-type none --moe-router-topk 2 --moe-router-pre-softmax --disable-bias-linear
+        --moe-expert-capacity-factor -1.0 --overlap-moe-expert-parallel-comm""",
+    ),
 }
 
 # Parameters of the published models whose shape a script has, vocabulary unpadded, from their model cards' weights.
@@ -503,4 +574,7 @@ PUBLISHED = {
     "yi_34b": 34_388_917_248,
     "codellama_34b": 33_743_970_304,
     "baichuan2_7b": 7_505_973_248,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
 }

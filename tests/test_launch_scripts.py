@@ -1,4 +1,4 @@
-"""Public dense scripts' flags: they parse, resolve and --check, and describe the model that was published."""
+"""Public scripts' flags: they parse, resolve and --check, and describe the model that was published."""
 
 import re
 
@@ -35,7 +35,7 @@ def test_there_are_enough():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_models(name):
     config = config_of(name)
-    total = re.search(r"parameters +([\d,]+) =", describe_run(config))[1]
+    total = re.search(r"parameters +([\d,]+) (?:=|\()", describe_run(config))[1]
     padding = config.model.make_vocab_size_divisible_by
     vocabulary = config.model.vocab_size
     end = config.data.tokenizer_type == "NullTokenizer"  # has a token more, the end of document
@@ -54,5 +54,9 @@ def test_what_some_of_them_mean():
     nemotron = config_of("nemotron_8b_wsd_step_batch")
     assert BatchSchedule.from_config(nemotron).steps[1] == (250_000_000_000 // 8192, 1536)
     assert config_of("llama3_8b").data.split == "99,1,0"
+    mixtral = describe_run(config_of("mixtral_8x7b"))
+    assert "pipeline 4 x data 16 (replicas 1 x shards 16) x context 1 x tensor 1, experts over 8\n" in mixtral
+    glm = config_of("glm4.5_air").model
+    assert not glm.has_experts(0) and glm.has_experts(45) and glm.moe_router_enable_expert_bias
     assert config_of("neox_style_20b").model.position_embedding_type == "rope"
     assert config_of("bloom_style_1b7").model.padded_vocab_size == 250880

@@ -172,9 +172,11 @@ def _layout(config: Config, plans: list[StagePlan], costs: ModelCosts, batches: 
 
 def _axes(config: Config) -> str:
     sizes, data = mesh_sizes(config.parallel), config.parallel.data_parallel_size
+    expert = config.parallel.expert_model_parallel_size
+    experts = f", experts over {expert}" if expert > 1 else ""
     return (
         f"pipeline {sizes['pp']} x data {data} (replicas {sizes['dp_replicate']} x shards {sizes['dp_shard']}) x "
-        f"context {sizes['cp']} x tensor {sizes['tp']}"
+        f"context {sizes['cp']} x tensor {sizes['tp']}{experts}"
     )
 
 
