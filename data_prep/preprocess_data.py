@@ -29,17 +29,11 @@ from megatron_lite.config import ConfigError
 from megatron_lite.data.indexed_dataset import best_dtype
 from megatron_lite.data.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer, tokenizer_config
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
+from megatron_lite.preprocessing import text_files
 from megatron_lite.preprocessing.encoding import ChunkEncoder, Encoded, EncodingOptions
 from megatron_lite.preprocessing.journal import Journal, disk_error
-from megatron_lite.preprocessing.records import place
-from megatron_lite.preprocessing.text_files import (
-    Chunk,
-    find_files,
-    identify,
-    read_chunks,
-    read_dataset,
-    split_spans,
-)
+from megatron_lite.preprocessing.records import described, refusal
+from megatron_lite.preprocessing.text_files import Chunk
 from megatron_lite.preprocessing.workers import map_in_order
 
 MAX_EXAMPLES = 3  # bad documents shown of each kind
@@ -77,10 +71,10 @@ class Input:
 
     def __init__(self, arguments: Namespace) -> None:
         """Find and identify what the flags name. Raises ConfigError for a name without files or without access."""
-        files = [identify(path) for path in find_files(arguments.input or [])]
+        files = [text_files.identify(path) for path in text_files.find_files(arguments.input or [])]
         self.files = {file.path: file for file in files}
         self.shard = (arguments.num_shards, arguments.shard_id)
-        self.spans = split_spans(files, *self.shard)
+        self.spans = text_files.split_spans(files, *self.shard)
         self.keys = tuple(arguments.json_keys)
         self.max_document_bytes = int(arguments.max_document_megabytes * 1e6)
         self.dataset: tuple[str, str, str | None] | None = None
@@ -92,12 +86,12 @@ class Input:
     def chunks(self, start: Tally) -> Iterator[Chunk]:
         """The chunks from the position of `start` on."""
         if self.dataset is not None:
-            yield from read_dataset(*self.dataset, self.keys, self.shard, start.position)
+            yield from text_files.read_dataset(*self.dataset, self.keys, self.shard, start.position)
             return
         rest = list(dropwhile(lambda span: span.file.path != start.path, self.spans)) or self.spans
         for span in rest:
             begin = max(span.start, start.position if span.file.path == start.path else 0)
-            yield from read_chunks(replace(span, start=begin), self.keys, self.max_document_bytes)
+            yield from text_files.read_chunks(replace(span, start=begin), self.keys, self.max_document_bytes)
 
     @property
     def total_bytes(self) -> int | None:
@@ -145,11 +139,10 @@ def take(tally: Tally, chunk: Chunk, encoded: Encoded, source: Input, skip_bad: 
     """Count a chunk. Raises ConfigError at the first bad document unless such are skipped."""
     for bad in encoded.bad:
         shown = tally.skipped.get(bad.kind, 0)
-        if not skip_bad or shown < MAX_EXAMPLES:
-            where = place(chunk, bad.line, source.files)
-            if not skip_bad:
-                raise ConfigError(f"{where}: {bad.sentence}; --skip-bad-documents leaves such documents out")
-            tally.examples.append(f"{where}: {bad.sentence}")
+        if not skip_bad:
+            raise refusal(chunk, bad, source.files)
+        if shown < MAX_EXAMPLES:
+            tally.examples.append(described(chunk, bad, source.files))
         tally.skipped[bad.kind] = shown + 1
     if encoded.lengths:
         tally.documents += len(encoded.lengths[0])

@@ -22,7 +22,7 @@ import sentencepiece
 from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import Parser, make_folder_of, number, run
 from megatron_lite.files.writing import write_aside
-from megatron_lite.preprocessing.records import parse, place
+from megatron_lite.preprocessing.records import parse, refusal
 from megatron_lite.preprocessing.text_files import (
     CHUNK_BYTES,
     Span,
@@ -41,8 +41,7 @@ LINE = re.compile(f"[^\n]{{1,{MAX_LINE}}}")  # a line break is a byte of its own
 
 
 def sample_spans(file: TextFile, share: int) -> Iterator[Span]:
-    """Parts of a file to read until `share` bytes are taken: plain JSON lines in evenly spaced pieces, other
-    kinds from the beginning."""
+    """Parts of a file to read until `share` bytes are taken: plain JSON lines evenly spaced, others from the start."""
     if file.kind != "jsonl" or file.compression is not None or share >= file.size:
         yield Span(file)
         return
@@ -70,11 +69,7 @@ def read_sample(
             for chunk in read_chunks(span, keys, 1 << 26) if credit > 0 else ():
                 records = parse(chunk, keys)
                 if records.bad and not skip_bad:
-                    bad = records.bad[0]
-                    where = place(chunk, bad.line, by_path)
-                    raise ConfigError(
-                        f"{where}: {bad.sentence}; --skip-bad-documents leaves such documents out"
-                    )
+                    raise refusal(chunk, records.bad[0], by_path)
                 bad_documents += len(records.bad)
                 texts.extend(text for values in records.texts for text in values if text)
                 credit -= chunk.size
@@ -157,20 +152,16 @@ def main(argv: Sequence[str]) -> None:
     characters = sum(map(len, texts))
     if not characters:
         raise ConfigError(f"--input {' '.join(arguments.input)} holds no text, wanted some to train on")
-    kept, seen = frequent_characters(texts, arguments.vocab_size, arguments.character_coverage)
+    vocab_size = arguments.vocab_size
+    kept, seen = frequent_characters(texts, vocab_size, arguments.character_coverage)
     try:
-        content = train(texts, arguments.vocab_size, kept, arguments.special_tokens)
+        content = train(texts, vocab_size, kept, arguments.special_tokens)
     except (RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"SentencePiece cannot train --vocab-size {arguments.vocab_size:,}: {error}"
-        ) from None
+        raise ConfigError(f"SentencePiece cannot train --vocab-size {vocab_size:,}: {error}") from None
     write_aside(arguments.output, content)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=content).GetPieceSize()
-    if pieces < arguments.vocab_size:
-        print(
-            f"note: the text gives {pieces:,} pieces, fewer than --vocab-size {arguments.vocab_size:,}",
-            file=sys.stderr,
-        )
+    if pieces < vocab_size:
+        print(f"note: {pieces:,} pieces, fewer than --vocab-size {vocab_size:,}", file=sys.stderr)
     print(
         f"{arguments.output}: {pieces:,} pieces, {len(kept):,} of {seen:,} characters whole, the rest by bytes; "
         f"trained on {characters:,} characters of {len(texts):,} documents"

@@ -139,17 +139,22 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "object" if isinstance(value, _Pairs | dict) else "list")
 
 
-def place(chunk: Chunk, line: int, files: dict[str, TextFile]) -> str:
-    """'file:line' (or 'file:row', 'file') of the document `line` lines after the first of `chunk`, for a message.
+def described(chunk: Chunk, bad: BadDocument, files: dict[str, TextFile]) -> str:
+    """'file:line (or file:row, file): what is wrong'.
 
     The lines before the chunk are counted here, only when a message needs them: it may be of a shard or a resumed
     run that starts in mid-file.
     """
+    where, file = chunk.path, files.get(chunk.path)
     if chunk.kind == "rows":
-        return f"{chunk.path}:row {chunk.offset + line + 1:,}"
-    file = files.get(chunk.path)
-    if file is None or file.kind != "jsonl":
-        return chunk.path
-    with open_stream(file) as stream:
-        lines_before = sum(piece.count(b"\n") for piece in pieces(stream, chunk.offset))
-    return f"{chunk.path}:{lines_before + line + 1}"
+        where += f":row {chunk.offset + bad.line + 1:,}"
+    elif file is not None and file.kind == "jsonl":
+        with open_stream(file) as stream:
+            lines_before = sum(piece.count(b"\n") for piece in pieces(stream, chunk.offset))
+        where += f":{lines_before + bad.line + 1}"
+    return f"{where}: {bad.sentence}"
+
+
+def refusal(chunk: Chunk, bad: BadDocument, files: dict[str, TextFile]) -> ConfigError:
+    """The error that ends a run at a bad document."""
+    return ConfigError(f"{described(chunk, bad, files)}; --skip-bad-documents leaves such documents out")

@@ -11,7 +11,7 @@ import pytest
 from megatron_lite.config import ConfigError
 from megatron_lite.data.unicode_text import check_unicode, utf8_size
 from megatron_lite.preprocessing import text_files
-from megatron_lite.preprocessing.records import parse, place
+from megatron_lite.preprocessing.records import BadDocument, described, parse
 from megatron_lite.preprocessing.text_files import Span, find_files, identify, read_chunks, split_spans
 
 LIMIT = 1 << 20
@@ -152,7 +152,9 @@ def test_chunks_hold_whole_lines_and_can_be_entered_anywhere(tmp_path, monkeypat
         assert b"".join(item.data for item in rest) == data[chunk.offset :]
         line = data[: chunk.offset].count(b"\n")
         by_path = {source.path: source}
-        assert place(chunk, 2, by_path) == f"{source.path}:{line + 3}"
+        assert (
+            described(chunk, BadDocument("kind", "is bad", 2), by_path) == f"{source.path}:{line + 3}: is bad"
+        )
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 50])
