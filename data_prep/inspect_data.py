@@ -53,11 +53,7 @@ def pieces(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
 def check_tokens(
     dataset: IndexedDataset, lengths: np.ndarray, vocab_size: int | None, eod: int | None
 ) -> tuple[np.ndarray, int]:
-    """Count every token id: int64 [highest id + 1]; and the documents whose last token is `eod`.
-
-    Raises:
-        ConfigError: an id is negative, not whole or too large; names file, document and position.
-    """
+    """Count token ids, int64 [highest id + 1], and documents ended by eod. Raises ConfigError for a wrong id."""
     counts = np.zeros(0, np.int64)
     limit, ends, ended = vocab_size or MAX_COUNTED_ID, np.cumsum(lengths), 0
     last = ends[lengths > 0] - 1

@@ -67,11 +67,7 @@ def build_parser() -> Parser:
 
 
 def device_of(own: argparse.Namespace) -> Device:
-    """The device that the flags name or describe.
-
-    Raises:
-        ConfigError: a custom one without all its numbers, or numbers for a known one.
-    """
+    """The device that the flags name or describe. Raises ConfigError for numbers missing or not wanted."""
     numbers = {flag_name(name): getattr(own, name) for name in CUSTOM}
     missing = [flag for flag, value in numbers.items() if value is None]
     if own.gpu == "custom" and missing:
@@ -84,11 +80,7 @@ def device_of(own: argparse.Namespace) -> Device:
 
 
 def model_flags(path: Path | None) -> list[str]:
-    """The model flags of a Hugging Face model; none without one.
-
-    Raises:
-        ConfigError: there is no config.json, or it is of a model that cannot be trained here.
-    """
+    """The flags of a Hugging Face model, if any. Raises ConfigError for one that cannot be trained here."""
     if path is None:
         return []
     file = path / "config.json" if path.is_dir() else path
@@ -98,11 +90,7 @@ def model_flags(path: Path | None) -> list[str]:
 
 
 def parse_checked(words: Sequence[str]) -> Config:
-    """The config that `pretrain_gpt.py --check` accepts, by a placeholder for what planning need not know.
-
-    Raises:
-        ConfigError: what it would say.
-    """
+    """The config that --check accepts (else its ConfigError), with placeholders for what is not planned."""
     placeholders = [f"{flags[0]}={value}" for flags, value in unknown(words)]
     return parse_arguments(["--check", *words, *placeholders], Environment())
 
@@ -114,11 +102,7 @@ def unknown(words: Sequence[str]) -> list[tuple[tuple[str, ...], str]]:
 
 
 def read_model(flags: Sequence[str]) -> Config:
-    """The complete config of the flags in one process, with its vocabulary.
-
-    Raises:
-        ConfigError: what pretrain_gpt.py would say, or an unknown vocabulary.
-    """
+    """The config of the flags in one process. Raises ConfigError as pretrain_gpt.py, or for an unknown vocabulary."""
     words = ["--world-size", "1", "--micro-batch-size", "1", *flags]
     config = parse_checked(words)
     if config.checkpoint.use_checkpoint_args:

@@ -87,11 +87,7 @@ def in_flight(sizes: Sizes) -> tuple[float, ...]:
 
 
 def simulated(sizes: Sizes, times: StageTimes | None = None) -> Timeline:
-    """The schedule simulated with these times, or equal ones.
-
-    Raises:
-        ConfigError: the schedule cannot run so many microbatches.
-    """
+    """The schedule simulated with these times, or equal ones. Raises ConfigError for a wrong microbatch count."""
     name, pipeline_size, microbatches, chunks = sizes
     reason = check_microbatches(name, pipeline_size, chunks, microbatches)
     if reason is not None:
@@ -109,11 +105,7 @@ def describe_schedule(sizes: Sizes, timeline: Timeline, unit: float = 1.0) -> st
 
 
 def stage_times(words: Sequence[str], stages: int) -> StageTimes:
-    """--times as StageTimes: one entry for each stage, or one for all.
-
-    Raises:
-        ConfigError: an entry that is not two or three positive numbers, or too many or few entries.
-    """
+    """--times as StageTimes: an entry for each stage, or one for all. Raises ConfigError for anything else."""
     times = []
     for word in words:
         try:

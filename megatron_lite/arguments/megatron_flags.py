@@ -47,11 +47,7 @@ def why_refused(name: str) -> str | None:
 
 
 def accepted_notes(given: Mapping[str, Any], tensor_size: int, dense: bool) -> list[str]:
-    """A note for each accepted flag of {flag: its value}: why it has no effect.
-
-    Raises:
-        ConfigError: the value would have an effect in Megatron.
-    """
+    """Why each accepted flag of {flag: its value} has no effect. Raises ConfigError for a value that would."""
     for flag, value in given.items():
         row = ACCEPTED[flag]
         if row.choices and value not in row.choices:

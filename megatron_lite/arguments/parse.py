@@ -66,11 +66,7 @@ def parse_arguments(
 
 
 def checked(config: Config) -> Config:
-    """The config, with notes on flags that do nothing in this combination and on files that are not there.
-
-    Raises:
-        ConfigError: for the first contradiction, or files that are not there where that is an error.
-    """
+    """The config, with notes on idle flags and absent files. Raises ConfigError for the first contradiction."""
     for concern in _CHECKS:
         for check in concern.CHECKS:
             check(config)

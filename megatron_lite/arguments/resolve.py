@@ -43,11 +43,7 @@ def _world_size(config: Config, environment: Environment) -> int:
 
 
 def merge_stored(config: Config, stored: dict[str, dict[str, Any]]) -> Config:
-    """Model and tokenizer flags from a stored configuration, for --use-checkpoint-args.
-
-    Raises:
-        ConfigError: a flag of the model's form was given and contradicts the checkpoint.
-    """
+    """Model and tokenizer flags of a stored config. Raises ConfigError for flags given that contradict it."""
     there = stored.get("model", {})
     kept = Config.from_dict({"model": there, "data": stored.get("data", {})})
     given = {item.name for item in fields(config.model)} & config.given

@@ -27,11 +27,7 @@ class Ranks:
         return [value] if self.group is None else gathered_objects(value, self.group)
 
     def rank0_only(self, function: Callable[[], Result]) -> Result:
-        """Rank 0's result, on every rank.
-
-        Raises:
-            ConfigError: what rank 0 raised, as one sentence.
-        """
+        """Rank 0's result, on every rank. Raises what rank 0 raised there as a ConfigError of one sentence."""
         outcome = _attempt(function) if self.rank == 0 else None
         result, problem = outcome if self.group is None else from_first_rank(outcome, self.group)
         if problem is not None:
@@ -39,11 +35,7 @@ class Ranks:
         return result
 
     def all_ranks(self, function: Callable[[], Result]) -> Result:
-        """This rank's own result, once every rank has one.
-
-        Raises:
-            ConfigError: on every rank, what the first failing rank raised, as one sentence.
-        """
+        """This rank's result, once every rank has one. Raises, on all, the first failing rank's as a ConfigError."""
         result, problem = _attempt(function)
         for text in self.gather(problem):
             if text is not None:

@@ -64,11 +64,7 @@ def entry_of(data: bytes, algorithm: str = HASH) -> FileEntry:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of a folder.
-
-    Raises:
-        IncompleteError: there is none, or it is no manifest.
-    """
+    """The manifest of a folder. Raises IncompleteError when there is none, or it is no manifest."""
     path = f"{folder}/{MANIFEST}"
     if storage.size(path) is None:
         raise IncompleteError(f"it has no {MANIFEST}")

@@ -26,11 +26,7 @@ class CheckpointReader:
     """
 
     def __init__(self, checkpoint: str | StoredCheckpoint, skip_objects: bool = False) -> None:
-        """Open SAVE/iter_0000010, or SAVE; skip_objects as parse_metadata.
-
-        Raises:
-            ConfigError: there is no complete checkpoint, or its metadata cannot be read.
-        """
+        """Open SAVE/iter_0000010, or SAVE; skip_objects as parse_metadata. Raises ConfigError when none is complete."""
         stored = checkpoint if isinstance(checkpoint, StoredCheckpoint) else find_in(checkpoint)
         if stored is None:
             raise ConfigError(f"--load {checkpoint}: there is no checkpoint")
@@ -59,11 +55,7 @@ class CheckpointReader:
         return sorted(n for n in self._tensors if not n.startswith((OPTIMIZER_PREFIX, RANDOM_PREFIX)))
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, in its stored dtype, on the CPU.
-
-        Raises:
-            ConfigError: there is no such tensor, or its bytes cannot be read.
-        """
+        """The whole tensor, in its stored dtype, on the CPU. Raises ConfigError when it cannot be read."""
         stored = self._stored(name)
         target = torch.empty(stored.shape, dtype=stored.dtype)
         self.fill({name: LocalShard(target, stored.shape, (0,) * target.dim())})

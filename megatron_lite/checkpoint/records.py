@@ -73,11 +73,7 @@ def read_into(target: torch.Tensor, file: BinaryIO, position: int) -> None:
 
 
 def fill_shard(shard: LocalShard, stored: StoredTensor, opened: Callable[[str], BinaryIO]) -> None:
-    """Read a shard of a stored tensor, from the chunks that overlap with it; `opened` gives a file by its name.
-
-    Raises:
-        RecordError: a record does not hold what the metadata says; OSError: a file cannot be read.
-    """
+    """Read a shard from the stored chunks that overlap; `opened`: name -> file. Raises RecordError, OSError."""
     for chunk in stored.chunks:
         inside, begin = [], []
         for c_start, c_size, start, size in zip(

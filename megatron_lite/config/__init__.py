@@ -57,11 +57,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, stored: dict[str, dict[str, Any]]) -> "Config":
-        """The reverse of to_dict; absent keys take their default.
-
-        Raises:
-            ConfigError: a key is unknown, or its value is of another type, or outside its choices or limits.
-        """
+        """The reverse of to_dict; absent keys take their default. Raises ConfigError for wrong keys and values."""
         unknown = [name for name in stored if name not in CONCERNS]
         parts = {}
         for name, concern in CONCERNS.items():

@@ -43,11 +43,7 @@ class DataPlan:
 
 
 def data_flags(config: DataConfig) -> str | None:
-    """The flag or flags that name the data; None where nothing does.
-
-    Raises:
-        ConfigError: two ways of naming it at once, or --split beside paths that are split already.
-    """
+    """The flags that name the data, or None. Raises ConfigError for two ways at once, or --split beside split paths."""
     given = [name for name in SPLITS if getattr(config, f"{name}_data_path") is not None]
     ways = {
         "--data-path": config.data_path is not None,
@@ -105,11 +101,7 @@ def _one_for_all(blend: Blend, config: DataConfig) -> DataPlan:
 
 
 def split_words(text: str) -> list[str]:
-    """The three words of --split, for train, valid and test; missing ones are 0. Quotes and brackets are left out.
-
-    Raises:
-        ConfigError: not one to three numbers of 0 or more, or all 0.
-    """
+    """--split's words for train, valid, test, else '0', bare. Raises ConfigError unless numbers with a sum above 0."""
     words = re.split(r"\s*[,/;:\s]\s*", text.strip().strip("'\"[]() "))
     valid = all(re.fullmatch(r"\+?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word) for word in words)
     if not valid or len(words) > len(SPLITS) or not 0 < sum(map(float, words)) < math.inf:
@@ -142,11 +134,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """PREFIX, or PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... (when every other word is a number).
-
-    Raises:
-        ConfigError: some weights are missing, or one is not a number above 0.
-    """
+    """PREFIX ..., or (by numbers) WEIGHT PREFIX ... Raises ConfigError for a weight that is missing or not above 0."""
     words = [str(word).strip() for word in words]
     if not words or not all(words):
         raise ConfigError(f"{flag} is empty, wanted PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ...")

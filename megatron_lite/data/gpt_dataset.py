@@ -82,11 +82,7 @@ class GPTDataset(Samples):
 def build_entry(
     source: TokenSource, part: Part, options: SampleOptions, seed: int, cache: IndexCache, store: bool
 ) -> IndexEntry:
-    """The index arrays of a part of a source, from the cache or built; `about` holds the counts for the log.
-
-    Raises:
-        EmptyPartError: no sequence or too few tokens for one sample; says the numbers, not the flag.
-    """
+    """Index arrays of a part of a source, with counts in `about`. Raises EmptyPartError, which names no flag."""
     length, extra = options.sequence_length, int(options.extra_token)
 
     def build() -> tuple[dict[str, Any], Arrays]:

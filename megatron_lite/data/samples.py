@@ -84,11 +84,7 @@ class Samples(ABC):
         return {key: rows[0] for key, rows in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int | None]) -> Rows:
-        """The samples `indices` [B], each array int64 [B, S]; None stands for a sample without any loss.
-
-        Raises:
-            ConfigError: a token id beyond the vocabulary; names file and document.
-        """
+        """Samples `indices` [B], int64 [B, S]; None: one without loss. Raises ConfigError for an unknown token id."""
         options = self.options
         length, text_length = options.sequence_length, options.text_length
         # One row begins where the one before it ends: what a row reads beyond its end, the last label, is taken

@@ -82,11 +82,7 @@ def number(minimum: float, kind: type = int, maximum: float | None = None) -> Ca
 
 
 def make_folder_of(path: Path, flag: str) -> None:
-    """Make the folder that `path` will lie in, before the work begins.
-
-    Raises:
-        ConfigError: it cannot be made, or `path` is a folder itself.
-    """
+    """Make the folder that `path` will lie in. Raises ConfigError when that fails or `path` is a folder itself."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

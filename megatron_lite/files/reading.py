@@ -30,11 +30,7 @@ def read_text(path: str | Path, name: str) -> str:
 
 
 def parse_object(data: str | bytes) -> dict[str, Any]:
-    """The JSON object in the content of a file.
-
-    Raises:
-        ValueError: it holds something else, or nests so deep that nobody wrote it.
-    """
+    """The JSON object in the content of a file. Raises ValueError for anything else, or one nested absurdly deep."""
     try:
         content = json.loads(data)
     except RecursionError:
@@ -45,11 +41,7 @@ def parse_object(data: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: str | Path, name: str | None = None) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: as read_text, or it is not JSON, or no object.
-    """
+    """The object in a JSON file. Raises ConfigError as read_text, or when it is not JSON, or no object."""
     name = name or str(path)
     text = read_text(path, name)
     try:

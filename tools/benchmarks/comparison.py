@@ -90,11 +90,7 @@ def fastest(seconds: Seconds, per_second: float = 1.0) -> str:
 
 
 def refuse_unlike(what: str, values: Mapping[str, object], tolerance: float = 1e-4) -> None:
-    """Stop when contestants did not do the same work.
-
-    Raises:
-        RunError: some number lies further than `tolerance` (relative) from the first, or anything else differs.
-    """
+    """Raise RunError unless all values agree, numbers to a relative `tolerance`: the same work was done."""
     (first, wanted), *others = values.items()
     for name, value in others:
         same = value == wanted

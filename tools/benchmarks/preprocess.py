@@ -112,11 +112,7 @@ def our_command(folder: Path, corpus: Path, workers: int) -> list[str]:
 
 
 def peak_memory(command: list[str]) -> int:
-    """Resident bytes of a program and all its children together, at most, looked at fifty times a second.
-
-    Raises:
-        RunError: it failed; its own last words.
-    """
+    """Resident bytes of a program and its children, at most, each 20 ms. Raises RunError where it fails."""
     return finish(command, lambda pid: sum(map(_resident, _family(pid))))
 
 

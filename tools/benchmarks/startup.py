@@ -48,11 +48,7 @@ def run(options: Options) -> list[Table]:
 
 
 def first_step(command: Sequence[str]) -> tuple[float, float]:
-    """(seconds from the start of the program to the line of its first step, the loss in it).
-
-    Raises:
-        RunError: the program ended without that line.
-    """
+    """(seconds from a program's start to the line of its first step, its loss). Raises RunError without it."""
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
     started, found, last = time.perf_counter(), None, ""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
