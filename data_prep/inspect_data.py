@@ -227,10 +227,8 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = given_tokenizer(arguments, arguments.vocab_size)
     if tokenizer:
         print(f"tokenizer             {tokenizer.name}, {tokenizer.vocab_size:,} tokens, eod {tokenizer.eod}")
-    facts = [
-        inspect(prefix.removesuffix(".bin").removesuffix(".idx"), arguments, tokenizer)
-        for prefix in blend.prefixes
-    ]
+    prefixes = [prefix.removesuffix(".bin").removesuffix(".idx") for prefix in blend.prefixes]
+    facts = [inspect(prefix, arguments, tokenizer) for prefix in prefixes]
     if len(facts) > 1:
         print_shares(facts, blend.weights)
     if arguments.json:

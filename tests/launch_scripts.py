@@ -1,5 +1,7 @@
-"""Flag sets of pretraining scripts as they are found in public, dense ones and mixtures of experts: old and new spellings, quotes that survive
-the shell, everything that a script of its time carries. SCRIPTS: name -> (processes, words as the program gets them).
+"""Flag sets of pretraining scripts as they are found in public, dense ones and mixtures of experts: old and new
+spellings, quotes that survive the shell, everything that a script of its time carries.
+
+SCRIPTS: name -> (processes, words as the program gets them).
 """
 
 LLAMA = """--use-mcore-models --normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear

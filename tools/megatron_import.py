@@ -40,9 +40,8 @@ def main(argv: Sequence[str]) -> None:
     words = [*NO_RUN, "--seq-length", length, "--max-position-embeddings", length, *flags]
     # A NullTokenizer wants a vocabulary; the true one, or the checkpoint's rows, take its place.
     model = replace(parse_arguments(words, Environment()).model, vocab_size=arguments.vocab_size)
-    source = open_megatron(
-        arguments.megatron_checkpoint, arguments.ckpt_step, model.mlp_activation.num_inputs == 2
-    )
+    gated = model.mlp_activation.num_inputs == 2
+    source = open_megatron(arguments.megatron_checkpoint, arguments.ckpt_step, gated)
     model = with_stored_vocabulary(model, source)
     config = {"model": Config(model=model).to_dict()["model"]}
     state = {"iteration": 0, "consumed_samples": 0, "weights_only": True}

@@ -41,11 +41,8 @@ NOT_PLANNED = ((("--train-iters", "--train-samples"), "1"), (("--lr",), "1e-4"))
 def build_parser() -> Parser:
     """The planner's own flags, and the layout flags that it holds when they are given."""
     positive = number(1e-6, float)
-    parser = Parser(
-        __doc__.splitlines()[0],
-        prog="plan.py",
-        epilog="All other flags are pretrain_gpt.py's: see its --help.",
-    )
+    epilog = "All other flags are pretrain_gpt.py's: see its --help."
+    parser = Parser(__doc__.splitlines()[0], prog="plan.py", epilog=epilog)
     flag = parser.add_argument
     flag("--num-gpus", type=number(1), required=True, help="GPUs to plan for")
     flag("--gpus-per-node", type=number(1), default=8, help="GPUs of one NVLink (default 8)")

@@ -48,17 +48,16 @@ def why_refused(name: str) -> str | None:
 
 def accepted_notes(given: Mapping[str, Any], tensor_size: int, dense: bool) -> list[str]:
     """Why each accepted flag of {flag: its value} has no effect. Raises ConfigError for a value that would."""
+    notes = []
     for flag, value in given.items():
         row = ACCEPTED[flag]
         if row.choices and value not in row.choices:
             raise ConfigError(f"{flag} {value} has no counterpart, only {', '.join(row.choices)}: {row.text}")
         if flag == "--tensor-parallel-num-weight-shards" and value != str(tensor_size):
             raise ConfigError(f"{flag} {value} has to be --tensor-model-parallel-size {tensor_size}")
-    unread = "the model is dense"
-    texts = {
-        flag: unread if dense and ACCEPTED[flag].here == "dense" else ACCEPTED[flag].text for flag in given
-    }
-    return [f"{flag} has no effect: {text}" for flag, text in texts.items()]
+        reason = "the model is dense" if dense and row.here == "dense" else row.text
+        notes.append(f"{flag} has no effect: {reason}")
+    return notes
 
 
 def has_effect_with_experts(given: Mapping[str, Any]) -> frozenset[str]:

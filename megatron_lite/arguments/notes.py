@@ -30,11 +30,8 @@ _IDLE_WITHOUT = (
 
 def notes_on(config: Config) -> list[str]:
     """A sentence for each flag that changes nothing, and for samples or graphs that are not what was asked for."""
-    notes = [
-        f"{flag_name(name)} changes nothing: {reason}"
-        for name, reason in _ALWAYS_SO.items()
-        if name in config.given
-    ]
+    given = {name: reason for name, reason in _ALWAYS_SO.items() if name in config.given}
+    notes = [f"{flag_name(name)} changes nothing: {reason}" for name, reason in given.items()]
     return notes + _group_size(config) + _idle_flags(config) + _left_over(config) + _compile_notes(config)
 
 

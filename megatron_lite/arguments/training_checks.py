@@ -30,10 +30,8 @@ def _check_learning_rate(config: Config) -> None:
         peak, floor = getattr(schedule, f"{prefix}lr"), getattr(schedule, f"{prefix}min_lr")
         if floor > peak and not training.skip_train:
             # Without a flag of their own embedding and head have the others' value.
-            high, low = (
-                f"{prefix}{name}" if config.value(f"{prefix}{name}") is not None else name
-                for name in ("lr", "min_lr")
-            )
+            own = {name: prefix + name for name in ("lr", "min_lr")}
+            high, low = (name if config.value(own[name]) is None else own[name] for name in own)
             raise ConfigError(f"{config.shown(low)} is more than {config.shown(high)}, wanted at most that")
     if 0 in (training.train_iters, training.train_samples):
         return

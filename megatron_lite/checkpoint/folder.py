@@ -369,11 +369,8 @@ def clear_leftovers(storage: Storage) -> None:
     """
     names = storage.names()
     for name in names:
-        unfinished = (
-            storage.remote
-            and not _has_manifest(storage, name)
-            and storage.size(f"{name}/{WRITING}") is not None
-        )
+        writing = storage.remote and storage.size(f"{name}/{WRITING}") is not None
+        unfinished = writing and not _has_manifest(storage, name)
         if _STEP.fullmatch(name.removesuffix(ASIDE)) and (name.endswith(ASIDE) or unfinished):
             with suppress(OSError):
                 storage.remove_folder(name)

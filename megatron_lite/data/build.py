@@ -250,14 +250,10 @@ def _read_counts(path: str | None) -> dict[str, list[int]] | None:
     if path is None:
         return None
     name = f"--per-dataset-sequences-path {path}"
+    stored = read_object(path, name)
     try:
-        return {
-            prefix: [int(sequences), int(documents)]
-            for prefix, (sequences, documents) in read_object(path, name).items()
-        }
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        return {prefix: [int(sequences), int(documents)] for prefix, (sequences, documents) in stored.items()}
+    except (TypeError, ValueError):
         raise ConfigError(f"{name} is not JSON of {{prefix: [sequences, documents]}}") from None
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,10 @@ class IndexCache:
         self.folder = Path(folder) if folder is not None else None
         self.trusted = trusted
 
+    def _places(self, create: bool = False) -> Iterator[Path | None]:
+        yield self.folder
+        yield _machine_folder(create)
+
     def get(
         self,
         description: Mapping[str, Any],
@@ -74,18 +78,16 @@ class IndexCache:
         text = json.dumps(description, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32] + ".index"
         content = None if self.trusted else content_hash()
-        for folder in (self.folder, _machine_folder()):
-            stored = _read(folder / name) if folder is not None else None
+        for place in filter(None, self._places()):
+            stored = _read(place / name)
             if stored is not None and content in (None, stored[0]["content"]):
-                return IndexEntry(stored[0], None, folder / name)
+                return IndexEntry(stored[0], None, place / name)
         about, arrays = build()
         about["content"] = content_hash() if content is None else content
         if not store:
             return IndexEntry(about, arrays)
         problems = []
-        for folder in (lambda: self.folder, lambda: _machine_folder(create=True)):
-            if (place := folder()) is None:
-                continue
+        for place in filter(None, self._places(create=True)):
             try:
                 _store(place / name, about, arrays)
             except OSError as error:
@@ -99,7 +101,7 @@ class IndexCache:
         return IndexEntry(about, arrays, note=note)
 
 
-def _machine_folder(create: bool = False) -> Path | None:
+def _machine_folder(create: bool) -> Path | None:
     """A folder in the machine's temporary place that only this user can write to; None if there is none."""
     folder = Path(tempfile.gettempdir()) / f"megatron_lite_index_{os.getuid()}"
     try:

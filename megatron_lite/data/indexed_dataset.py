@@ -217,10 +217,8 @@ class IndexedDataset:
     def identity(self) -> dict[str, Any]:
         """Path, sizes and times (plain JSON types): what differs between two versions of the pair."""
         states = [Path(path).stat() for path in (self.idx_path, self.bin_path)]
-        return {
-            "path": os.path.abspath(self.path_prefix),  # noqa: PTH100  resolve() would follow links
-            "files": [[state.st_size, state.st_mtime_ns] for state in states],
-        }
+        path = os.path.abspath(self.path_prefix)  # noqa: PTH100  resolve() would follow links
+        return {"path": path, "files": [[state.st_size, state.st_mtime_ns] for state in states]}
 
     def __del__(self):
         if getattr(self, "_file", -1) >= 0:

@@ -260,11 +260,8 @@ def build_tokenizer(config: DataConfig, vocab_size: int | None = None) -> Tokeni
             f"--tokenizer-type is {config.tokenizer_type or 'not given'}, wanted one of {', '.join(BUILDERS)}"
         )
     tokenizer = build(config, vocab_size)
-    if (
-        vocab_size is not None
-        and config.tokenizer_type != "NullTokenizer"
-        and tokenizer.vocab_size > vocab_size
-    ):
+    limit = None if config.tokenizer_type == "NullTokenizer" else vocab_size
+    if limit is not None and tokenizer.vocab_size > limit:
         raise ConfigError(
             f"--vocab-size is {vocab_size:,}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} tokens"
         )
@@ -371,9 +368,8 @@ def _load_fast(path: Path, load: Callable[[], Any], wanted: str, beside: Sequenc
         for file in beside:
             if what := foreign_file(file):
                 raise ConfigError(f"'{file}' cannot be read{what}") from None
-        raise ConfigError(
-            f"'{path}' cannot be read as {wanted}{foreign_file(path) or f': {first_line}'}"
-        ) from None
+        why = foreign_file(path) or f": {first_line}"
+        raise ConfigError(f"'{path}' cannot be read as {wanted}{why}") from None
 
 
 BUILDERS: dict[str, Callable[[DataConfig, int | None], Tokenizer]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lite.arithmetic.pipeline_schedule import schedule_timeline
+from megatron_lite.arithmetic.pipeline_schedule import SCHEDULES, schedule_timeline
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.parallel.clock import Span
 from megatron_lite.planning.trace import Trace, measured_times, trace_of
@@ -20,15 +20,7 @@ from tools.benchmarks.comparison import Options, Row, Table, row_of
 from tools.benchmarks.ours import run_config
 from tools.benchmarks.ranks import run_ranks
 
-# Schedule -> chunks a rank.
-SCHEDULES = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved-1f1b": 2,
-    "interleaved-zero-bubble": 2,
-    "zbv": 2,
-    "dualpipev": 2,
-}
+CHUNKS = {name: 1 if name in ("gpipe", "1f1b") else 2 for name in SCHEDULES}  # of a rank
 MICROBATCHES_A_RANK = 4
 # A vocabulary so small that the embedding and the head take nothing beside the layers: stages are equal.
 REAL = Sizes(vocabulary=256, micro_batch=2)
@@ -62,7 +54,7 @@ def row_of_trace(name: str, trace: Trace) -> Row:
 
 def measure_all(sizes: Sizes, microbatches: int, repeats: int) -> dict[str, Trace | None]:
     """On every rank: run each schedule `repeats` times after one unmeasured step; rank 0 gets all ranks' clocks."""
-    return {name: measure(name, chunks, sizes, microbatches, repeats) for name, chunks in SCHEDULES.items()}
+    return {name: measure(name, chunks, sizes, microbatches, repeats) for name, chunks in CHUNKS.items()}
 
 
 def measure(name: str, chunks: int, sizes: Sizes, microbatches: int, repeats: int) -> Trace | None:
