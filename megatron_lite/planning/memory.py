@@ -15,10 +15,16 @@ tensor as Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198) count them,
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import NamedTuple
 
 from megatron_lite.arithmetic.batch_size import pass_size
-from megatron_lite.arithmetic.costs import ComponentCost, block_matrix_parameters, model_costs
+from megatron_lite.arithmetic.costs import (
+    ComponentCost,
+    block_matrix_parameters,
+    expert_matrix_parameters,
+    model_costs,
+)
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
 from megatron_lite.arithmetic.partition import StagePlan, plan_from_config, stages_of_rank
 from megatron_lite.arithmetic.pipeline_schedule import runnable_schedule
@@ -72,18 +78,35 @@ def microbatches_of(config: Config) -> tuple[int, int]:
 
 
 class Held(NamedTuple):
-    """Parameters on a rank: `whole` before FSDP cuts them, and its `shard` of them."""
+    """Parameters on a rank: `whole` before FSDP cuts them over `ranks`, its `shard`, and all shards `gathered`.
 
-    whole: float
-    shard: float
+    FSDP cuts along the first dim: where a rank has fewer experts than ranks share them, shards are padded.
+    """
 
-    @property
-    def ranks(self) -> int:
-        """Ranks that share them."""
-        return round(self.whole / self.shard)
+    whole: float = 0.0
+    shard: float = 0.0
+    gathered: float = 0.0
+    ranks: int = 0
+
+    @classmethod
+    def cut(cls, size: float, ranks: int, rows: float | None = None) -> "Held":
+        """So many parameters over ranks, in equal parts or row by row."""
+        shard = size / ranks if rows is None else ceil(rows / ranks) * size / rows
+        return cls(size, shard, shard * ranks, ranks)
 
     def __add__(self, other: "Held") -> "Held":
-        return Held(self.whole + other.whole, self.shard + other.shard)
+        added = (mine + more for mine, more in zip(self[:3], other[:3]))
+        return Held(*added, max(self.ranks, other.ranks))
+
+    def times(self, count: int) -> "Held":
+        """So many of them."""
+        return Held(*(count * size for size in self[:3]), self.ranks)
+
+
+def experts_on_rank(config: Config) -> int:
+    """Experts of a layer whose weights a rank stores."""
+    ep, t = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
+    return ceil((config.model.num_experts or 0) / ep / (shards(config) * t // ep))
 
 
 def units_of(config: Config, cost: ComponentCost) -> list[Held]:
@@ -93,22 +116,19 @@ def units_of(config: Config, cost: ComponentCost) -> list[Held]:
     """
     n, t = shards(config), config.parallel.tensor_model_parallel_size
     ep = config.parallel.expert_model_parallel_size
-    dense = cost.on_tensor_rank(t) - cost.mixture
-    units = [Held(dense, dense / n)]
-    for size, own, ranks in (
-        (cost.mixture - cost.experts, t > 1, 1),
-        (cost.experts, ep > 1, ep),
-    ):
-        unit = Held(size / ranks, size / (n * t))
-        units = [*units, unit] if own else [*units[:-1], units[-1] + unit]
-    return [unit for unit in units if unit.whole]
+    units = [Held.cut(cost.on_tensor_rank(t) - cost.mixture, n)]
+    if cost.mixture:
+        rest = Held.cut(cost.mixture - cost.experts, n * t)
+        experts = Held.cut(cost.experts / ep, n * t // ep, config.model.num_experts / ep)
+        for unit, own in ((rest, t > 1), (experts, ep > 1)):
+            units = [*units, unit] if own else [*units[:-1], units[-1] + unit]
+    return units
 
 
-def block_parameters(config: Config, layers: Sequence[int]) -> tuple[float, Held]:
-    """(parameters of the largest block of these layers on a rank before FSDP cuts them, the largest unit in one)."""
+def blocks_of(config: Config, layers: Sequence[int]) -> list[list[Held]]:
+    """The units of each kind of block among these layers."""
     costs = model_costs(config.model, config.data.seq_length).layers
-    blocks = [units_of(config, cost) for cost in {costs[number] for number in layers}] or [[Held(0, 0)]]
-    return max(sum(unit.whole for unit in units) for units in blocks), max(map(max, blocks))
+    return [units_of(config, cost) for cost in dict.fromkeys(costs[number] for number in layers)]
 
 
 def stage_parameters_on_rank(config: Config, *plans: StagePlan) -> list[Held]:
@@ -118,13 +138,11 @@ def stage_parameters_on_rank(config: Config, *plans: StagePlan) -> list[Held]:
     for plan in plans:
         parts.update([costs.embedding] * plan.has_embedding + [costs.head] * plan.has_lm_head)
         copy += costs.shared_parameters / t if plan.has_lm_head and not plan.has_embedding else 0
-    n = shards(config)
-    held = {n: Held(copy, copy / n)}
+    held = {shards(config): Held.cut(copy, shards(config))}
     for part, count in parts.items():
         for unit in units_of(config, part):
-            more = Held(count * unit.whole, count * unit.shard)
-            held[unit.ranks] = held.get(unit.ranks, Held(0, 0)) + more
-    return [one for one in held.values() if one.whole]
+            held[unit.ranks] = held.get(unit.ranks, Held()) + unit.times(count)
+    return list(held.values())
 
 
 def adds_up_whole(config: Config) -> bool:
@@ -177,24 +195,33 @@ class _Rank:
             adds_up_whole(config),
             reshards(config),
         )
-        held = [sum(stage_parameters_on_rank(config, plan), Held(0, 0)) for plan in plans]
+        held = [sum(stage_parameters_on_rank(config, plan), Held()) for plan in plans]
         self.local, self.shard = [one.whole for one in held], sum(one.shard for one in held)
-        self.block, largest = block_parameters(config, [number for plan in plans for number in plan.layers])
+        self.wide = [one.gathered for one in held]
         rows = config.model.padded_vocab_size * config.model.hidden_size
-        rows *= any(plan.has_embedding or plan.has_lm_head for plan in plans)
         rows /= config.parallel.tensor_model_parallel_size
+        ends = [Held.cut(rows, self.shards)] * any(plan.has_embedding or plan.has_lm_head for plan in plans)
+        blocks = blocks_of(config, [number for plan in plans for number in plan.layers])
         # The largest FSDP unit: a block (or part of one), the embedding or the head.
-        self.unit, self.unit_shard = max(largest, Held(rows, rows / self.shards))
-        # FSDP holds the gathered weights of a block and of the largest unit at once.
-        self.two_units = self.width * (self.block + self.unit)
+        self.unit = max(sum(blocks, ends), key=lambda unit: unit.gathered)
+        self.block = max((sum(unit.gathered for unit in units) for units in blocks), default=0.0)
+        # FSDP holds the gathered weights of a block and of the largest unit at once; at the loss the head's and the
+        # first unit's of the last block.
+        self.two_units = self.width * (self.block + self.unit.gathered)
+        ahead = max((units[0].gathered for units in blocks), default=0.0)
+        self.at_loss = self.width * (rows if self.whole else rows + ahead)
+        self.first = rows if plans[0].has_embedding else self.unit.gathered
         self.gathered, self.unsharded = self._unsharded()
 
     def memory(self) -> RankMemory:
         """The states, and the moment that needs most beside them."""
         config, model = self.config, self.config.model
         layers = [number for plan in self.plans for number in plan.layers]
+        mixtures = sum(map(model.has_experts, layers))
         matrices = sum(block_matrix_parameters(model, model.has_experts(number)) for number in layers)
+        matrices -= mixtures * (model.num_experts or 0) * expert_matrix_parameters(model)
         matrices /= config.parallel.tensor_model_parallel_size * self.shards
+        matrices += mixtures * experts_on_rank(config) * expert_matrix_parameters(model)
         states = {
             "parameters": 4 * self.shard,
             "optimizer state": OPTIMIZERS[config.optimizer.optimizer].bytes_of(self.shard, matrices),
@@ -217,30 +244,33 @@ class _Rank:
         stages lie gathered (a P, at most three stages) beside their gradients' sums (fp32: 4 P). Else it goes block by
         block: under ZeRO-3 two blocks and the head are gathered, beside one unit's gradient.
         """
-        total = sum(self.local)
+        total = sum(self.wide)
         if self.plain:
-            return 0.0, 4 * total
+            return 0.0, 4 * sum(self.local)
         if not self.whole:
             blocks = (1 + max(1, self.config.parallel.fsdp_prefetch_depth)) * self.block
             return self.width * (
-                min(total, blocks + self.unit) if self.frees else total
-            ), self.width * self.unit
+                min(total, blocks + self.unit.gathered) if self.frees else total
+            ), self.width * self.unit.whole
         most = None if splits_backward(self.config) else _MOST_ACTIVE_STAGES
-        return self.width * sum(sorted(self.local, reverse=True)[:most]), self.reduced * total
+        return self.width * sum(sorted(self.wide, reverse=True)[:most]), self.reduced * sum(self.local)
 
     def _at_reduction(self) -> dict[str, float]:
         """What lies beside the states when the gradients of a step or microbatch are reduced; plain ones are not."""
         found = {"gathered weights": self.gathered, "unsharded gradients": self.unsharded}
         if self.plain:
             return found
-        found["workspace"] = self.reduced * self.unit
+        found["workspace"] = self.reduced * self.unit.gathered
         found["gradient shards"] = 4 * self.shard
         if self.whole:
-            found["gradient shards"] = 4 * self.unit_shard  # a unit's whole gradients go as its shards come
+            found["gradient shards"] = 4 * self.unit.shard  # a unit's whole gradients go as its shards come
         if self.whole:  # a second pass reduces into others beside the first one's
             found["gradient shards"] += self._shards_before()
-        elif self.frees and self.passes * self.count == 1:  # all shards are there at the end only
-            found["gathered weights"] = min(self.gathered, self.two_units)
+        elif (
+            self.frees
+        ):  # a unit's weights are freed before its gradients are reduced, those behind it are gathered
+            depth = max(1, self.config.parallel.fsdp_prefetch_depth)
+            found["gathered weights"] = min(self.gathered, self.width * depth * self.block)
         return found
 
     def _in_backward(self) -> list[dict[str, float]]:
@@ -254,11 +284,11 @@ class _Rank:
         weights = [stage_activations(config, plan) for plan in self.plans]
         waits = [waiting_bytes(config, plan) for plan in self.plans]
         at_start = min(self.gathered, self.two_units) if self.frees else self.gathered
-        at_loss = min(self.gathered, self.width * self.unit) if self.frees and self.whole else at_start
+        at_loss = min(self.gathered, self.at_loss) if self.frees else at_start
         workspaces, loss = [workspace_bytes(config, plan) for plan in self.plans], logits_bytes(config)[1]
         before = self._shards_before()
         # FSDP2 lets go of what it reduced last, the embedding's gradient, when it reduces again: in the next backward.
-        left = 0.0 if self.whole or not before else self.reduced * self.unit
+        left = 0.0 if self.whole or not before else self.reduced * self.first
         found = []
         for moment in self._moments():
             held = sum(n * one for n, one in zip(moment.live, weights))

@@ -36,7 +36,9 @@ from megatron_lite.distributed.torch_private import (
 )
 from megatron_lite.model.gpt import GPTChunk
 from megatron_lite.model.kernels import AMPERE
+from megatron_lite.parallel.experts import Exchange
 from megatron_lite.parallel.pipeline import Batch
+from megatron_lite.planning.activations import expert_rows
 from megatron_lite.rehearsal.accounting import (
     ACTIVATIONS,
     BUFFERS,
@@ -181,10 +183,15 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def axes_of_groups(mesh: ParallelMesh) -> dict[str, str]:
     """Name of a process group -> the axis, or axes, that it lies along."""
-    fsdp = mesh.fsdp_mesh
-    shards = fsdp.get_group(fsdp.ndim - 1)
-    names = {shards.group_name: "dp_shard x cp"}
-    for axis in sorted(AXES, key=mesh.size):  # a group that is the whole world goes by the axis that fills it
+    sharded = {"dp_shard x cp x tp": mesh.token_mesh, "dp_shard x cp": mesh.fsdp_mesh}
+    names = {found.get_group(found.ndim - 1).group_name: axes for axes, found in sharded.items()}
+    experts = []
+    if mesh.size("ep") > 1:
+        names[mesh.expert_mesh.get_group("edp").group_name] = "edp"
+        experts = ["ep"]
+    for axis in sorted(
+        (*AXES, *experts), key=mesh.size
+    ):  # a group that is all of the world goes by what fills it
         names[mesh.group(axis).group_name] = axis
     return names
 
@@ -219,6 +226,31 @@ class ValuelessAccounting(Accounting):
             return super().run(function, args, kwargs)
         halves = (factor.bfloat16() for factor in args[:2])
         return super().run(function, (*halves, *args[2:]), kwargs).to(args[0].dtype)
+
+
+class EvenRouting:
+    """Stands for the exchange of counts, which have no values: as many rows for each rank, on this one --imbalance more.
+
+    One object for all of a rank's mixtures, whose microbatches have the same number of tokens.
+    """
+
+    def __init__(self, config: Config, exchange: Exchange) -> None:
+        sent, computed = map(round, expert_rows(config))
+        self._group = exchange.group
+        ranks, mine = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._received = _evenly(computed, ranks)
+        self._sent = _evenly(sent - self._received[mine], ranks - 1)
+        self._sent.insert(mine, self._received[mine])
+
+    def __call__(self, counts: torch.Tensor) -> tuple[torch.Tensor, tuple[list[int], list[int]]]:
+        """counts [P, E/P] -> ([P, E/P], (sent, received) rows), as Exchange.splits."""
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        return arriving, (self._sent, self._received)
+
+
+def _evenly(number: int, parts: int) -> list[int]:
+    return [number * (part + 1) // parts - number * part // parts for part in range(parts)]
 
 
 class WeightlessChunk(GPTChunk):
@@ -270,6 +302,9 @@ def _run(
     steps = ((0, first), (first, second))
     run.batches = replace(schedule, steps=steps, total_iterations=_NEVER, total_samples=first + second)
 
+    for mixture in (mixture for chunk in chunks for mixture in chunk.mixtures.values()):
+        if mixture.exchange is not None:
+            mixture.exchange.splits = EvenRouting(config, mixture.exchange)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     accounting.label(parameters, PARAMETERS)
     for chunk in chunks:
