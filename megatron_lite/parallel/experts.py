@@ -57,12 +57,12 @@ class Exchange:
     """Rows to the ranks of their experts, and outputs back, by all_to_all_single with uneven splits.
 
     Set from outside:
-        splits: what `exchange_counts` does, where no counts can be read (a rehearsal has no values).
+        read_splits: what `_read_splits` does, where nothing can be read (a rehearsal has no values).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.splits: Callable[[torch.Tensor], tuple[torch.Tensor, Splits]] = self.exchange_counts
+        self.read_splits: Callable[[torch.Tensor, torch.Tensor], Splits] = _read_splits
 
     def __call__(
         self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
@@ -70,20 +70,16 @@ class Exchange:
         """rows [R, H] and weights [R, 1] by expert, which end at ends [E], on their way (see model/experts.py)."""
         ranks = dist.get_world_size(self.group)
         counts = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
-        arriving, (sent, received) = self.splits(counts)
+        arriving, (sent, received) = self.exchange_counts(counts)
         messages = [_Message(self.group, sent, received) for _ in range(2)]
         coming = [_Send.apply(part, message) for part, message in zip((rows, weights), messages)]
         return functools.partial(self._through, messages, coming, arriving)
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, Splits]:
-        """counts [P, E/P] of rows for each rank's experts -> ([P, E/P] from each rank for mine, (sent, received) rows).
-
-        The one time in a layer that the host waits for the device.
-        """
+        """counts [P, E/P] of rows for each rank's experts -> ([P, E/P] that come from each for mine, (sent, received))."""
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
-        sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()
-        return arriving, (sent, received)
+        return arriving, self.read_splits(counts, arriving)
 
     def _through(
         self,
@@ -100,6 +96,15 @@ class Exchange:
         numbers = numbers.repeat_interleave(arriving.flatten(), output_size=len(rows))
         back = messages[0].back()
         return _Receive.apply(_Send.apply(compute(rows, weights, numbers, mine), back), back)
+
+
+def _read_splits(counts: torch.Tensor, arriving: torch.Tensor) -> Splits:
+    """(sent, received) rows of each rank, from counts and arriving [P, E/P].
+
+    The one time in a layer that the host waits for the device.
+    """
+    sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()
+    return sent, received
 
 
 class _Message:

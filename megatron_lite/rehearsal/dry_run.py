@@ -229,24 +229,21 @@ class ValuelessAccounting(Accounting):
 
 
 class EvenRouting:
-    """Stands for the exchange of counts, which have no values: as many rows for each rank, on this one --imbalance more.
+    """Stands for the reading of counts, which have no values: even, but --imbalance times as many rows to this rank.
 
     One object for all of a rank's mixtures, whose microbatches have the same number of tokens.
     """
 
     def __init__(self, config: Config, exchange: Exchange) -> None:
         sent, computed = map(round, expert_rows(config))
-        self._group = exchange.group
-        ranks, mine = dist.get_world_size(self._group), dist.get_rank(self._group)
+        ranks, mine = dist.get_world_size(exchange.group), dist.get_rank(exchange.group)
         self._received = _evenly(computed, ranks)
         self._sent = _evenly(sent - self._received[mine], ranks - 1)
         self._sent.insert(mine, self._received[mine])
 
-    def __call__(self, counts: torch.Tensor) -> tuple[torch.Tensor, tuple[list[int], list[int]]]:
-        """counts [P, E/P] -> ([P, E/P], (sent, received) rows), as Exchange.splits."""
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self._group)
-        return arriving, (self._sent, self._received)
+    def __call__(self, *counts: torch.Tensor) -> tuple[list[int], list[int]]:
+        """(sent, received) rows of each rank, as Exchange.read_splits."""
+        return self._sent, self._received
 
 
 def _evenly(number: int, parts: int) -> list[int]:
@@ -304,7 +301,7 @@ def _run(
 
     for mixture in (mixture for chunk in chunks for mixture in chunk.mixtures.values()):
         if mixture.exchange is not None:
-            mixture.exchange.splits = EvenRouting(config, mixture.exchange)
+            mixture.exchange.read_splits = EvenRouting(config, mixture.exchange)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     accounting.label(parameters, PARAMETERS)
     for chunk in chunks:
@@ -387,7 +384,7 @@ def microbatches_to_run(config: Config, wanted: int) -> tuple[int, int]:
         return next(fitting, wanted)
 
     if kind == "gpipe" or kind in SPLIT_BACKWARD_SCHEDULES:
-        return fewest(1), wanted
+        return fewest(min(2, wanted)), wanted
     return fewest(max(size, 2)), fewest(max(2 * size, 3))
 
 

@@ -22,7 +22,8 @@ MODEL = shlex.split("""
     --mock-data --bf16 --micro-batch-size 1
 """)
 PP, V = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank 2"
-TP = "--sequence-parallel --tensor-model-parallel-size"
+TP = "--expert-tensor-parallel-size 1 --sequence-parallel --tensor-model-parallel-size"
+EP = "--expert-model-parallel-size"
 FULL = "--recompute-granularity full --recompute-method"
 MIXTURE = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 704 --moe-aux-loss-coeff 0.01"
 SHARED = "--moe-shared-expert-intermediate-size 1408"
@@ -51,7 +52,7 @@ def compared(layers, world, flags, rank):
         (8, f"{TP} 4 {FULL} uniform --global-batch-size 4", 0),
         (4, f"{PP} 4 --global-batch-size 4", -1),
         (8, f"{MIXTURE} {SHARED} {PATTERN.format(3)} --global-batch-size 24", 0),
-        (4, f"{MIXTURE} {PP} 2 {FULL} uniform --global-batch-size 8", 0),
+        (8, f"{MIXTURE} {PP} 2 {EP} 4 --imbalance 1.5 --global-batch-size 16", 0),
     ],
 )
 def test_agrees_with_the_rehearsal(world, flags, rank):
@@ -124,6 +125,27 @@ GRID += [
         (8, f"{PP} 2 --pipeline-schedule zbv {V} --global-batch-size 16 {SHARED}"),
         (8, f"{PP} 2 --pipeline-schedule dualpipev {V} --global-batch-size 16"),
         (8, f"{PP} 2 --pipeline-schedule interleaved-zero-bubble {V} --global-batch-size 16"),
+        (4, f"{PP} 2 {FULL} uniform --global-batch-size 8"),
+        (4, f"{TP} 4 --global-batch-size 3"),
+        (32, f"{TP} 4 {FULL} uniform --global-batch-size 24"),
+        (16, f"{TP} 2 {PP} 2 --micro-batch-size 2 --global-batch-size 32 {SHARED}"),
+        (16, f"{TP} 2 {PP} 2 --pipeline-schedule zbv {V} --global-batch-size 16 {PATTERN.format(7)}"),
+        (8, f"{EP} 8 --global-batch-size 24"),
+        (8, f"{EP} 8 --global-batch-size 24 --imbalance 1.5"),
+        (8, f"{EP} 4 --global-batch-size 24 {SHARED}"),
+        (8, f"{EP} 2 --global-batch-size 8 {PATTERN.format(7)}"),
+        (8, f"{EP} 8 --global-batch-size 24 {FULL} uniform"),
+        (8, f"{EP} 8 --global-batch-size 24 {SELECTIVE} moe"),
+        (8, f"{EP} 8 --global-batch-size 24 --optimizer muon"),
+        (8, f"{EP} 4 --global-batch-size 24 --fsdp-cpu-offload"),
+        (8, f"{EP} 4 --global-batch-size 24 --num-distributed-optimizer-instances 2"),
+        (8, f"{EP} 4 --global-batch-size 8 --context-parallel-size 4"),
+        (32, f"{EP} 16 --global-batch-size 24 {TP} 4 {FULL} uniform"),
+        (16, f"{EP} 4 --global-batch-size 16 {PP} 2"),
+        (16, f"{EP} 8 --global-batch-size 16 {PP} 2 {TP} 2"),
+        (8, f"{EP} 4 --global-batch-size 16 {PP} 2 --pipeline-schedule zbv {V}"),
+        (8, f"{EP} 4 --global-batch-size 16 {PP} 2 --pipeline-schedule dualpipev {V}"),
+        (8, f"{EP} 4 --global-batch-size 16 {PP} 2 --pipeline-schedule interleaved-zero-bubble {V}"),
     )
 ]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_lite.config import CommandConfig
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.rehearsal import dry_run as rehearsal
 from megatron_lite.rehearsal.dry_run import describe, ranks_to_rehearse, rehearse_rank
@@ -57,6 +58,17 @@ LAYOUTS = {
     "muon": {"dp": 2, "optimizer": "muon"},
     "full recompute": {"dp": 2, "recompute_granularity": "full"},
     "experts": {"pp": 2, "dp": 2, "cp": 2, "model": EXPERTS},
+    "experts over ranks": {
+        "pp": 2,
+        "chunks": 2,
+        "schedule": "zbv",
+        "dp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 4,
+        "precision": "bf16",
+        "model": EXPERTS,
+    },
 }
 
 
@@ -73,7 +85,12 @@ def total_parameters(config):
     return sum(p.numel() for p in initial_model(config).parameters())
 
 
-SHORT = ("all", "offload", "dualpipev", "experts")  # the others are as many seconds each: run by hand
+SHORT = (
+    "all",
+    "offload",
+    "dualpipev",
+    "experts over ranks",
+)  # the others are as many seconds each: run by hand
 
 
 @pytest.mark.parametrize(
@@ -112,6 +129,38 @@ def test_reduce_scatters_by_formula():
     assert scattered.sent == scattered.bytes * 3 // 4
     # Gathered for each forward and backward, the head once, and nothing for nothing.
     assert messages["all-gather", "dp_shard"].count == 3 * (2 * (config.model.num_layers + 1) + 1)
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.5])
+def test_exchanges_of_tokens_by_formula(imbalance):
+    """A layer sends K rows a token to experts and back, forward and backward; a full rank gets 1.5 times as many."""
+    config = config_of(dp=4, tp=2, sequence_parallel=True, expert_model_parallel_size=4, model=EXPERTS)
+    config = replace(config, command=replace(config.command, imbalance=imbalance))
+    found = rehearse_rank(config, 0)
+    [exchanged] = [m for m in found.messages if m.kind == "all-to-all"]
+    # Of 4 microbatches and 4 layers: rows and weights there, outputs back, these three backward, and counts once.
+    assert (exchanged.axis, exchanged.group_size, exchanged.count) == ("ep", 4, 4 * 4 * 7)
+    rows = 2 * 16 // 2 * imbalance
+    assert exchanged.bytes == 4 * 4 * (4 * rows * 64 * 4 + 2 * rows * 4 + 4 * 4)
+    experts = {(m.kind, m.axis): m for m in found.messages}["reduce-scatter", "edp"]
+    # Once a layer and microbatch, of one expert that two ranks share: FSDP pads it to two.
+    assert experts.bytes == 4 * 4 * 2 * (3 * 64 * 64) * 4
+
+
+def test_imbalance_is_in_the_activations():
+    """Each further row keeps its token, five tensors of its expert's width, a weight and its place in the order."""
+    even, full = (
+        rehearse_rank(
+            replace(
+                config_of(dp=4, expert_model_parallel_size=4, micro_batch_size=4, model=EXPERTS),
+                command=CommandConfig(imbalance=imbalance),
+            ),
+            0,
+        ).activations
+        for imbalance in (1.0, 1.5)
+    )
+    kept = 4 * 64 * (4 * (64 + 5 * 64 + 1) + 16)
+    assert kept <= full - even < 1.1 * kept  # the last layer's outputs are there too for a moment
 
 
 def test_pipeline_messages_by_formula():
@@ -180,6 +229,7 @@ def _bytes(tensors):
         {"pp": 2, "dp": 2, "chunks": 2},
         {"dp": 2, "model": EXPERTS},
         slow({"dp": 2, "model": EXPERTS, "precision": "bf16", "recompute_granularity": "full"}),
+        slow({"dp": 2, "model": EXPERTS, "expert_model_parallel_size": 2}),
         slow({"dp": 4, "num_distributed_optimizer_instances": 2}),
         slow({"pp": 2, "microbatches": 8}),
         slow({"pp": 2, "schedule": "gpipe", "precision": "bf16"}),
