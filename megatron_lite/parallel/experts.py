@@ -76,7 +76,7 @@ class Exchange:
         return functools.partial(self._through, messages, coming, arriving)
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, Splits]:
-        """counts [P, E/P] of rows for each rank's experts -> ([P, E/P] that come from each for mine, (sent, received))."""
+        """counts [P, E/P] of rows for each rank's experts -> ([P, E/P] that come from each, (sent, received))."""
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         return arriving, self.read_splits(counts, arriving)
