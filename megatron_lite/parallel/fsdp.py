@@ -1,5 +1,7 @@
 """FSDP2 (`fully_shard`) per block: parameters, gradients and optimizer state cut over the data-parallel ranks."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lite.arithmetic.sharding import reduces_each_microbatch, reshards
 from megatron_lite.config import Config, ParallelConfig, PrecisionConfig
@@ -49,9 +52,10 @@ def apply_fsdp(chunk: nn.Module, mesh: ParallelMesh, config: Config) -> None:
         reshard = {"reshard_after_forward": _reshards(position, len(layers), config)}
         units.append([layer])
         for module, other_mesh in _other_meshes(layer, mesh):
-            fully_shard(module, **settings | reshard | {"mesh": other_mesh})
+            own = {"mesh": other_mesh, "shard_placement_fn": _placement(other_mesh)}
+            fully_shard(module, **settings | reshard | own)
             units[-1].insert(1, module)
-        fully_shard(layer, **settings | reshard)
+        fully_shard(layer, shard_placement_fn=_placement(mesh.fsdp_mesh), **settings | reshard)
     tied_here = chunk.tied and chunk.embedding is not None and chunk.lm_head is not None
     if not tied_here:  # a weight that two modules share has to lie in one unit: then it stays in the root's
         if chunk.embedding is not None:
@@ -75,6 +79,18 @@ def _other_meshes(layer: nn.Module, mesh: ParallelMesh) -> list[tuple[nn.Module,
     edp = mesh.expert_mesh[*mesh.expert_mesh.mesh_dim_names[:-1]] if mesh.size("ep") > 1 else mesh.token_mesh
     parts = [(layer.mlp.experts, edp)] if mesh.size("ep") > 1 else []
     return parts + ([(layer.mlp, mesh.token_mesh)] if mesh.size("tp") > 1 else [])
+
+
+def _placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Experts that do not divide by the ranks are cut along their rows, or some ranks would hold one more, or all."""
+    shards = mesh.size(mesh.ndim - 1)
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        uneven = local.dim() == 3 and local.shape[0] % shards and local.shape[1] % shards == 0
+        return Shard(1) if uneven else None
+
+    return place
 
 
 def _offload_policy(parallel: ParallelConfig) -> OffloadPolicy:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.parity import assert_equals_one_process, make_batches, make_config, train_in_layout
+from megatron_lite.distributed.tensors import local_part
+from tests.parity import assert_equals_one_process, make_batches, make_config, set_up, train_in_layout
 from tests.ranks import run_ranks
 
 # All that a router has: a bias that moves after the first step, groups, three losses; a dense layer before.
@@ -57,6 +58,12 @@ LAYOUTS = {
     "tp 2, ep 1": {"tp": 2, "ep": 1} | SP,
     "dp 4": {"dp": 4, "ep": 2},
     "dp 4, ep 4": {"dp": 4, "ep": 4},
+    "dp 4, fewer experts than edp, muon": {
+        "dp": 4,
+        "ep": 2,
+        "model": SOFTMAX | {"num_experts": 2},  # K = E: Muon's bf16 can turn no choice
+        "optimizer": "muon",
+    },
     "dp 4, uneven over edp": {"dp": 4, "ep": 2, "model": SOFTMAX | {"num_experts": 6}},
     "dp 4, optim": {"dp": 4, "ep": 2, "data_parallel_sharding_strategy": "optim"},
     "dp 4, recompute": {"dp": 4, "ep": 2} | FULL,
@@ -126,3 +133,21 @@ def test_layout_equals_one_process(row):
     outcomes = [rank[row] for rank in outcomes_of_world(config.parallel.world_size)]
     margin = assert_equals_one_process(outcomes, config, batches)
     assert margin > CLOSE, "a router's choice is so close that rounding may turn it: take another seed"
+
+
+def held(config):
+    """Elements of the experts' weights on this rank."""
+    return sum(
+        local_part(parameter).numel()
+        for name, parameter in set_up(config).chunks[0].named_parameters()
+        if ".experts." in name
+    )
+
+
+@pytest.mark.parametrize(("ep", "experts"), [(1, 2), (1, 6), (2, 2), (2, 6), (4, 8)])
+def test_every_rank_holds_as_much_of_the_experts(ep, experts):
+    """Fewer experts than ranks, or a number that does not divide: they are cut along their rows."""
+    model = SOFTMAX | {"num_experts": experts}
+    config = make_config(dp=4, expert_model_parallel_size=ep, model=model)
+    shares = run_ranks(held, 4, config, init=True)
+    assert len(set(shares)) == 1 and sum(shares) == 2 * experts * 3 * 32 * 16
