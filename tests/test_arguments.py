@@ -217,7 +217,7 @@ LAYOUT_ERRORS = [
     (
         4,
         "--tensor-model-parallel-size 4 --padded-vocab-size 62",
-        "--padded-vocab-size is 62, wanted a multiple of --tensor-model-parallel-size 4",
+        "--padded-vocab-size 62 does not divide by --tensor-model-parallel-size 4",
     ),
     (
         2,

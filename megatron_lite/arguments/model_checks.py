@@ -36,7 +36,7 @@ def _check_attention(config: Config) -> None:
 
 
 def _check_vocabulary(config: Config) -> None:
-    """Refuse a padded vocabulary that tensor ranks cannot share, before the tokenizer is read where flags tell it."""
+    """Refuse a padded vocabulary that is too small, before the tokenizer is read where flags tell it."""
     size = known_vocabulary(config)
     # A run's tokenizer may be larger than --vocab-size; a plan takes the flag's word.
     if size is not None and (config.command.planning or config.data.tokenizer_type == "NullTokenizer"):

@@ -43,16 +43,9 @@ def padded_vocabulary(model: ModelConfig, vocab_size: int, tensor_size: int) -> 
 def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
     """The config with vocab_size (true) and padded_vocab_size filled in.
 
-    --vocab-size may ask for more rows than the tokenizer has tokens, never for fewer.
-
-    Raises:
-        ConfigError: for a --padded-vocab-size that is too small or that the tensor ranks cannot share equally.
+    --vocab-size may ask for more rows than the tokenizer has tokens, never for fewer. Raises ConfigError for a
+    --padded-vocab-size that is too small; that tensor ranks share it equally is among the checks of the flags.
     """
     vocab_size = max(tokenizer_size, config.model.vocab_size or 0)
-    tensor_size = config.parallel.tensor_model_parallel_size
-    padded = padded_vocabulary(config.model, vocab_size, tensor_size)
-    if padded % tensor_size:
-        raise ConfigError(
-            f"--padded-vocab-size is {padded:,}, wanted a multiple of --tensor-model-parallel-size {tensor_size}"
-        )
+    padded = padded_vocabulary(config.model, vocab_size, config.parallel.tensor_model_parallel_size)
     return replace(config, model=replace(config.model, vocab_size=vocab_size, padded_vocab_size=padded))
