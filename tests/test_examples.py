@@ -31,6 +31,11 @@ EXPECTED = {
     "eight_gpus_3d": (8, 6.98, "pipeline 2 x data 2 (replicas 1 x shards 2) x context 1 x tensor 2"),
     "slurm_multi_node": (32, 68.45, "pipeline 4 x data 1 (replicas 1 x shards 1) x context 1 x tensor 8"),
     "llama3_8b": (8, 6.98, "pipeline 1 x data 4 (replicas 1 x shards 4) x context 2 x tensor 1"),
+    "mixtral_8x7b": (
+        64,
+        46.44,
+        "pipeline 4 x data 16 (replicas 1 x shards 16) x context 1 x tensor 1, experts over 8",
+    ),
     "gpt3_175b": (128, 174.6, "pipeline 16 x data 1 (replicas 1 x shards 1) x context 1 x tensor 8"),
 }
 LAUNCHED = sorted(set(EXPECTED) - {"laptop"})  # the laptop's starts python itself
@@ -133,7 +138,7 @@ def test_passes_check(name, commands, tmp_path):
     else:
         report = describe_run(launched(name, commands, tmp_path)[0])
     assert f"Layout of {world_size} processes" in report and axes in report
-    parameters = int(re.search(r"parameters +([\d,]+) =", report)[1].replace(",", ""))
+    parameters = int(re.search(r"parameters +([\d,]+) (?:=|\()", report)[1].replace(",", ""))
     assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
     # Nothing is there on this machine, and nothing is made by asking.
     assert f"{tmp_path}/data.idx" in report
