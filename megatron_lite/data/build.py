@@ -116,24 +116,22 @@ def build_datasets(
         ) from None
 
 
+@dataclass
 class _Assembly:
     """One walk over the plan: opens each source once, makes the datasets of every split."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: DataPlan,
-        options: SampleOptions,
-        sizes: Counts,
-        is_builder: bool,
-        say: Say,
-    ):
-        self.config, self.plan, self.options, self.sizes = config, plan, options, sizes
-        self.is_builder, self.say = is_builder, say
-        data = config.data
+    config: Config
+    plan: DataPlan
+    options: SampleOptions
+    sizes: Counts
+    is_builder: bool
+    say: Say
+    sources: dict[str, TokenSource] = field(default_factory=dict)
+
+    def __post_init__(self):
+        data = self.config.data
         # The default split of a small corpus may leave no document for the test: no mistake of the user's.
-        self.split_was_given = "split" in config.given or data.split not in (None, DEFAULT_SPLIT)
-        self.sources: dict[str, TokenSource] = {}
+        self.split_was_given = "split" in self.config.given or data.split not in (None, DEFAULT_SPLIT)
         self.counts = _read_counts(data.per_dataset_sequences_path)
         try:
             if data.data_cache_path is not None:

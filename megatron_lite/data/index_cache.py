@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,14 @@ _ALIGNMENT = 64
 Arrays = dict[str, np.ndarray]
 
 
+@dataclass
 class IndexEntry:
     """The arrays of one dataset, and a few plain facts about them (`about`). Mapped on first use when from a file."""
 
-    def __init__(
-        self, about: dict[str, Any], arrays: Arrays | None, path: Path | None = None, note: str | None = None
-    ):
-        """arrays: None when they are in the file `path`. note: a line for the user about where they are stored."""
-        self.about, self.note = about, note
-        self.path, self._built = path, arrays
+    about: dict[str, Any]
+    _built: Arrays | None  # None when they are in the file `path`
+    path: Path | None = None
+    note: str | None = None  # a line for the user about where they are stored
 
     @cached_property
     def arrays(self) -> Arrays:

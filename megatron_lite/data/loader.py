@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 import torch
 
@@ -172,12 +173,12 @@ class Loader:
         return f"reading {'; '.join(places)}"
 
 
+@dataclass
 class _Microbatch:
     """The samples of one microbatch, and its tensors when a worker has made them."""
 
-    def __init__(self, indices: list[int | None]):
-        self.indices = indices
-        self.tensors: Future[Tensors] = Future()
+    indices: list[int | None]
+    tensors: Future[Tensors] = field(default_factory=Future)
 
 
 def _serve(work: "queue.SimpleQueue[_Microbatch | None]", dataset: Samples, device: torch.device) -> None:
