@@ -14,9 +14,7 @@ IGNORED_LABEL = -100  # a label without loss; torch's cross entropy ignores it t
 class DataConfig:
     """Data and tokenizer."""
 
-    seq_length: int | None = flag(
-        None, "tokens of a training sample", aliases=("--encoder-seq-length",), minimum=1
-    )
+    seq_length: int | None = flag(None, "tokens of a sample", aliases=("--encoder-seq-length",), minimum=1)
     data_path: Words | None = flag(None, "PREFIX ..., or WEIGHT PREFIX ...", nargs="*")
     train_data_path: Words | None = flag(None, "as --data-path, for training only", nargs="*")
     valid_data_path: Words | None = flag(None, "as --data-path, for validation only", nargs="*")

@@ -37,9 +37,7 @@ class ExpertConfig:
 
     num_experts: int | None = flag(None, "experts E of a layer; 0 or none: a dense model", minimum=0)
     moe_router_topk: int = flag(2, "experts K that each token is sent to", minimum=1)
-    moe_ffn_hidden_size: int | None = flag(
-        None, "width of one expert's MLP; default --ffn-hidden-size", minimum=1
-    )
+    moe_ffn_hidden_size: int | None = flag(None, "expert's MLP width; default --ffn-hidden-size", minimum=1)
     moe_layer_freq: int | Numbers = flag(
         1,
         "N: layers 0, N, 2N, ... have experts, the others are dense; or one 0 (dense) or 1 for each layer, "
@@ -65,9 +63,7 @@ class ExpertConfig:
         minimum=1,
     )
     moe_router_group_topk: int | None = flag(None, "groups that a token's experts may come from", minimum=1)
-    moe_router_topk_scaling_factor: float | None = flag(
-        None, "multiplies the weights of the chosen experts", above=0
-    )
+    moe_router_topk_scaling_factor: float | None = flag(None, "multiplies chosen experts' weights", above=0)
     moe_router_enable_expert_bias: bool = flag(
         False, "a bias for each expert, for the choice only, moved each step towards equal loads"
     )
@@ -83,9 +79,7 @@ class ExpertConfig:
         "coefficients",
         nargs="+",
     )
-    moe_aux_loss_coeff: tuple[float, ...] = flag(
-        (0.0,), "factor of each balancing loss in the training loss", nargs="+"
-    )
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "factor of each balancing loss", nargs="+")
     moe_z_loss_coeff: float | None = flag(
         None, "factor of the mean squared logsumexp of the router's logits in the training loss", minimum=0
     )
@@ -122,16 +116,12 @@ class ModelConfig(ExpertConfig):
 
     num_layers: int | None = flag(None, "transformer layers, total over all pipeline stages", minimum=1)
     hidden_size: int | None = flag(None, "model width H", minimum=1)
-    ffn_hidden_size: int | None = flag(
-        None, "MLP width; default 4H, with --swiglu int(8H/3/64)*64", minimum=1
-    )
+    ffn_hidden_size: int | None = flag(None, "MLP width; default 4H, --swiglu int(8H/3/64)*64", minimum=1)
     num_attention_heads: int | None = flag(None, "query heads", minimum=1)
     group_query_attention: bool = flag(False, "share each key/value head among several query heads")
     num_query_groups: int = flag(1, "key/value heads, read only with --group-query-attention", minimum=1)
     kv_channels: int | None = flag(None, "width of a head; default hidden size / heads", minimum=1)
-    max_position_embeddings: int | None = flag(
-        None, "rows of the learned position table; at least --seq-length", minimum=1
-    )
+    max_position_embeddings: int | None = flag(None, "position table rows; at least --seq-length", minimum=1)
     position_embedding_type: str = flag(
         "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
     )
@@ -140,9 +130,7 @@ class ModelConfig(ExpertConfig):
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs (GPT-J) instead of halves")
     use_rope_scaling: bool = flag(False, "Llama 3.1's stretch of the rotary frequencies")
     rope_scaling_factor: float = flag(8.0, "stretch of the long wavelengths", above=0)
-    rope_scaling_low_freq_factor: float = flag(
-        1.0, "ours: long wavelengths begin at original / this", above=0
-    )
+    rope_scaling_low_freq_factor: float = flag(1.0, "ours: long waves begin at original / this", above=0)
     rope_scaling_high_freq_factor: float = flag(4.0, "ours: short ones end at original / this", above=0)
     rope_scaling_original_max_position_embeddings: int = flag(
         8192, "ours: context length before the stretch", minimum=1
@@ -163,9 +151,7 @@ class ModelConfig(ExpertConfig):
         "a gated activation's gate is at most this, its other input between minus this and this",
         above=0,
     )
-    glu_linear_offset: float = flag(
-        0.0, "added to the input that a gated activation's gate multiplies", minimum=None
-    )
+    glu_linear_offset: float = flag(0.0, "added to what a gated activation's gate multiplies", minimum=None)
     disable_bias_linear: bool = flag(False, "no bias in linear layers")
     add_qkv_bias: bool = flag(False, "bias in the query, key and value projections even so")
     qk_layernorm: bool = flag(False, "normalise each head's query and key")
@@ -233,8 +219,6 @@ class PrecisionConfig:
     loss_scale: float | None = flag(None, "fixed loss scale; default: dynamic", above=0)
     initial_loss_scale: float = flag(float(2**32), "dynamic loss scale of the first step", above=0)
     min_loss_scale: float = flag(1.0, "lowest dynamic loss scale", above=0)
-    loss_scale_window: float = flag(
-        1000.0, "finite steps in a row before the dynamic loss scale doubles", minimum=1
-    )
+    loss_scale_window: float = flag(1000.0, "finite steps in a row before the loss scale doubles", minimum=1)
     hysteresis: int = flag(2, "non-finite steps before the dynamic loss scale halves", minimum=1)
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16 instead of fp32")

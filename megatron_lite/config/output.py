@@ -56,9 +56,7 @@ class LoggingConfig:
     wandb_entity: str | None = flag(None, "Weights & Biases team or user")
     wandb_save_dir: str | None = flag(None, "local folder of Weights & Biases")
     timing_log_level: int = flag(0, "0: step only, 1 and 2: more timers", maximum=2)
-    timing_log_option: str = flag(
-        "minmax", "how timers are reduced over ranks", choices=("max", "minmax", "all")
-    )
+    timing_log_option: str = flag("minmax", "how ranks' timers are reduced", choices=("max", "minmax", "all"))
     profile: bool = flag(False, "trace a window of steps with torch's profiler")
     profile_step_start: int = flag(10, "first traced step", minimum=0)
     profile_step_end: int = flag(12, "step after the last traced one", minimum=0)

@@ -46,9 +46,7 @@ class ParallelConfig:
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None, "microbatches a chunk runs before the next one; default the pipeline size", minimum=1
     )
-    max_microbatches_per_step: int | None = flag(
-        None, "ours: most microbatches of one pipeline pass", minimum=1
-    )
+    max_microbatches_per_step: int | None = flag(None, "ours: most microbatches a pipeline pass", minimum=1)
     num_distributed_optimizer_instances: int = flag(1, "replicas of the sharded model (HSDP)", minimum=1)
     data_parallel_sharding_strategy: str = flag(
         "optim_grads_params",
@@ -67,19 +65,13 @@ class ParallelConfig:
         "holds all of a rank's and sends less",
         choices=("auto", "each-microbatch", "last-microbatch"),
     )
-    reshard_keep_last_blocks: int = flag(
-        1, "ours: last layers of a stage that stay unsharded, with keep-last", minimum=1
-    )
+    reshard_keep_last_blocks: int = flag(1, "ours: a stage's last layers that stay unsharded", minimum=1)
     fsdp_cpu_offload: bool = flag(False, "ours: shards and optimizer state live in CPU memory")
     fsdp_prefetch_depth: int = flag(1, "ours: layers all-gathered ahead of use", minimum=0)
     compile: bool = flag(False, "ours: torch.compile each layer")
-    recompute_granularity: str | None = flag(
-        None, "what is recomputed in backward", choices=("full", "selective")
-    )
+    recompute_granularity: str | None = flag(None, "what backward recomputes", choices=("full", "selective"))
     recompute_method: str | None = flag(None, "which layers, with full", choices=("uniform", "block"))
-    recompute_num_layers: int | None = flag(
-        None, "uniform: layers a unit; block: recomputed layers a chunk", minimum=1
-    )
+    recompute_num_layers: int | None = flag(None, "uniform: layers a unit; block: layers a chunk", minimum=1)
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     recompute_modules: Words = flag(
         ("core_attn",),

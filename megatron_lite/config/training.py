@@ -42,9 +42,7 @@ class TrainingConfig:
         None, "steps between comparisons of replicated weights", minimum=1
     )
     empty_unused_memory_level: int = flag(0, "1: empty the CUDA cache each step, 2: more often", maximum=2)
-    test_mode: bool = flag(
-        False, "check replicas each step and checkpoint files by hash; a failed save ends the run"
-    )
+    test_mode: bool = flag(False, "check replicas each step, checkpoints by hash; a failed save ends the run")
 
 
 @dataclass(frozen=True)
