@@ -2,11 +2,13 @@
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config import ConfigError
 from megatron_lite.data.build import Datasets
 from megatron_lite.distributed.collectives import from_first_rank
 from megatron_lite.distributed.environment import Environment
@@ -58,7 +60,7 @@ class Trainer:
             NonFiniteError: after --max-consecutive-nonfinite skipped steps; the last good state is saved first.
             RunError: the last step could not be saved, also when it was tried again.
         """
-        with self.tracker:
+        with self.tracker, self._saves_ended():
             reason, state = None, self.run.state
             if not self.config.training.skip_train:
                 self.loader = self.run.loader(self.train_dataset, state.consumed_samples)
@@ -77,6 +79,15 @@ class Trainer:
             for evaluator in (self.validation, self.test):
                 evaluator.close()
             self._finish_saving()
+
+    @contextmanager
+    def _saves_ended(self) -> Iterator[None]:
+        """Before the run stops at an error of its own, let a background save of an earlier step come to its end."""
+        try:
+            yield
+        except (ConfigError, NonFiniteError):
+            self.checkpointer.close()
+            raise
 
     def steps(self) -> str | None:
         """Train until the last step. Returns why it stopped early, or None when all steps are done."""

@@ -1,17 +1,21 @@
 """What a run does besides its numbers: evaluation, skipped steps, signals, errors, exit codes."""
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpoint import checkpointer
+from megatron_lite.config import ConfigError
 from megatron_lite.files.command_line import RunError
+from megatron_lite.training.run import Run
 from tests.checkpoint.folders import is_intact
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.runs import ROOT, flags, metrics, pretrain_here, run_alone, train, training_steps, write_data
 from tests.training.test_trackers import wandb_records
 
@@ -134,6 +138,38 @@ def test_a_last_save_that_fails_is_tried_again_and_else_ends_the_run_with_an_err
     assert not kept.exists()
     assert run_ranks(save_without_room, world, argv, 2) == [0] * world
     assert kept.read_text().strip() == "4" and is_intact(tmp_path / "ckpt" / "iter_0000004")
+
+
+def stop_while_saving(argv):
+    """A run that a wrong token ends on one rank while the save of an earlier step is written; what it raised."""
+    write, step = checkpointer.save_shards, Run.step
+
+    def save_shards(*arguments):
+        time.sleep(2)
+        return write(*arguments)
+
+    def fails_at_three(self, loader):
+        if self.state.iteration == 2 and os.environ["RANK"] == "0":
+            raise ConfigError("token id 99")
+        return step(self, loader)
+
+    checkpointer.save_shards, Run.step = save_shards, fails_at_three
+    try:
+        return pretrain_here(argv)
+    except (ConfigError, RuntimeError) as error:
+        if os.environ["RANK"] == "0":
+            os._exit(
+                0 if str(error) == "token id 99" else 1
+            )  # as the program does; the others hang or lose it
+        return None
+
+
+def test_an_error_of_its_own_does_not_cost_the_run_the_save_that_is_being_written(prefix, tmp_path):
+    with contextlib.suppress(RankError):
+        run_ranks(
+            stop_while_saving, 2, flags(prefix, f"--save {tmp_path}/ckpt --save-interval 2 --async-save")
+        )
+    assert is_intact(tmp_path / "ckpt" / "iter_0000002")
 
 
 def test_iterations_to_skip(prefix, tmp_path):
