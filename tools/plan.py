@@ -53,6 +53,8 @@ def build_parser() -> Parser:
     share = "share of peak that matrix products reach (default 0.65)"
     flag("--efficiency", type=number(0.01, float, 1.0), help=share)
     flag("--top", type=number(1), default=5, help="layouts to show (default 5)")
+    rows = "rows of the fullest expert-parallel rank, as a multiple of the mean (default 1)"
+    flag("--imbalance", type=number(1.0, float), default=1.0, help=rows)
     flag("--json", action="store_true", help="print JSON")
     held = parser.add_argument_group("layout flags that are held, not chosen, when given")
     for item in fields(Layout):
@@ -161,6 +163,7 @@ def _cells(plan: Plan) -> dict[str, str]:
         "cp": str(layout.context_parallel_size),
         "dp": str(config.parallel.data_parallel_size),
         "copies": str(layout.num_distributed_optimizer_instances),
+        "ep": str(layout.expert_model_parallel_size),
         "micro": str(layout.micro_batch_size),
         "recompute": layout.recompute_granularity,
         "reshard": layout.reshard_after_forward,
@@ -236,6 +239,7 @@ def main(argv: Sequence[str]) -> None:
         )
     flags = [*model_flags(own.model), *flags]
     config = read_model(flags)
+    config = replace(config, command=replace(config.command, imbalance=own.imbalance))
     found = search(config, cluster, fixed, own.top, lambda layout: refusal(layout, flags, own.num_gpus))
     if not found.plans:
         raise nothing_fits(found)

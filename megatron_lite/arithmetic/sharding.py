@@ -5,6 +5,8 @@ all-gathered twice a microbatch; gradients that are reduced with each are sent o
 both are sent once a step, and cost a rank all of its stages' weights and gradients.
 """
 
+from collections import Counter
+
 from megatron_lite.arithmetic.costs import (
     block_matrix_parameters,
     expert_matrix_parameters,
@@ -58,8 +60,10 @@ def keeps_whole(config: Config) -> bool:
     half = precision.bf16 or precision.fp16
     width = (2 if half else 4) + (2 if precision.grad_reduce_in_bf16 else 4)
     layers = -(-model.num_layers // parallel.pipeline_model_parallel_size)
-    kinds = [model.has_experts(number) for number in range(model.num_layers)]
-    mean = sum(matrices_on_rank(config, mixture) for mixture in kinds) / model.num_layers
+    kinds = Counter(map(model.has_experts, range(model.num_layers)))
+    mean = (
+        sum(count * matrices_on_rank(config, mixture) for mixture, count in kinds.items()) / model.num_layers
+    )
     return width * layers * mean <= WHOLE_BYTES
 
 
@@ -82,10 +86,11 @@ def uneven_cut(config: Config, tensor: int, context: int, sequence_parallel: boo
     Each context rank takes one chunk from the front and one from the back, so that causal work is even.
     """
     model, length = config.model, config.data.seq_length
+    dense = not all(map(model.has_experts, range(model.num_layers)))
     for flag, number in (
         ("--num-attention-heads", model.num_attention_heads),
         ("--num-query-groups", model.num_query_groups),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size * dense),
         ("--padded-vocab-size", model.padded_vocab_size or 0),
     ):
         if number % tensor:

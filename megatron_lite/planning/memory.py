@@ -217,8 +217,9 @@ class _Rank:
         """The states, and the moment that needs most beside them."""
         config, model = self.config, self.config.model
         layers = [number for plan in self.plans for number in plan.layers]
-        mixtures = sum(map(model.has_experts, layers))
-        matrices = sum(block_matrix_parameters(model, model.has_experts(number)) for number in layers)
+        kinds = Counter(map(model.has_experts, layers))
+        matrices = sum(count * block_matrix_parameters(model, kind) for kind, count in kinds.items())
+        mixtures = kinds[True]
         matrices -= mixtures * (model.num_experts or 0) * expert_matrix_parameters(model)
         matrices /= config.parallel.tensor_model_parallel_size * self.shards
         matrices += mixtures * experts_on_rank(config) * expert_matrix_parameters(model)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from math import gcd
 
 from megatron_lite.arithmetic.batch_size import batch_steps
 from megatron_lite.arithmetic.pipeline_schedule import (
@@ -26,6 +27,8 @@ RECOMPUTE = ("none", "selective", "full")  # from the fastest on: the first that
 # A schedule with more actions than this takes seconds to simulate: it is left out, and the summary says so.
 MOST_ACTIONS = 300_000
 CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
+# Fields whose flag is given at 1 too, which is not its default.
+_SAID_AT_1 = ("micro_batch_size", "expert_tensor_parallel_size")
 INTERLEAVED = ("interleaved-1f1b", "interleaved-zero-bubble")
 
 
@@ -40,6 +43,8 @@ class Layout:
     pipeline_schedule: str
     micro_batch_size: int
     num_distributed_optimizer_instances: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None  # 1 where Megatron would take the tensor ranks
     recompute_granularity: str = "none"
     reshard_after_forward: str = "auto"
     max_microbatches_per_step: int | None = None
@@ -50,7 +55,7 @@ class Layout:
         out = []
         for item in fields(self):
             value = getattr(self, item.name)
-            if value not in ("none", "auto", None, False) and (value != 1 or item.name == "micro_batch_size"):
+            if value not in ("none", "auto", None, False) and (value != 1 or item.name in _SAID_AT_1):
                 out += [flag_name(item.name), *([] if value is True else [str(value)])]
         if self.tensor_model_parallel_size > 1:
             out.append("--sequence-parallel")
@@ -117,7 +122,8 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def structures(config: Config, cluster: Cluster, fixed: dict, found: Found) -> Iterator[Layout]:
-    """Layouts without regard to memory: every tensor size inside a node, context size, pipeline, schedule, micro batch.
+    """Layouts without regard to memory: every tensor size inside a node, context size, pipeline, schedule, micro batch,
+    number of ranks that share a layer's experts.
 
     `fixed` holds fields that the user gave: only those values are tried. What cannot run is counted in `found`.
     """
@@ -148,8 +154,23 @@ def structures(config: Config, cluster: Cluster, fixed: dict, found: Found) -> I
                     reason = f"--num-distributed-optimizer-instances {copies} does not divide the data ranks"
                 if reason:
                     found.refuse(reason)
-                else:
-                    yield Layout(tensor, context, pipeline, chunks, name, micro, copies)
+                    continue
+                plain = Layout(tensor, context, pipeline, chunks, name, micro, copies)
+                yield from _with_experts(plain, config, fixed, data // copies * context * tensor, found)
+
+
+def _with_experts(plain: Layout, config: Config, fixed: dict, ranks: int, found: Found) -> Iterator[Layout]:
+    """The layout with each number of ranks that a layer's experts may lie on, of the `ranks` with other tokens."""
+    experts, tensor = config.model.num_experts or 1, plain.tensor_model_parallel_size
+    sizes = divisors(gcd(experts, ranks)) if experts > 1 and not config.parallel.compile else [1]
+    whole = fixed.get("expert_tensor_parallel_size", 1 if config.model.num_experts and tensor > 1 else None)
+    for size in _choices(fixed, "expert_model_parallel_size", sizes):
+        if experts % size or ranks % size:
+            found.refuse(
+                f"--expert-model-parallel-size {size} does not divide the experts, or the ranks of a replica"
+            )
+        else:
+            yield replace(plain, expert_model_parallel_size=size, expert_tensor_parallel_size=whole)
 
 
 def _choices(fixed: dict, name: str, values: Collection) -> Collection:

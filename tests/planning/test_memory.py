@@ -113,6 +113,21 @@ def test_a_mixture_holds_all_its_experts_and_the_first_layer_none():
     assert sum(one.parts["parameters"] for one in stages) == 4 * WITH_EXPERTS
 
 
+def test_experts_lie_on_ranks_of_expert_parallelism():
+    """ZeRO-3 over 8 ranks: 1/8 of everything whatever ep is; gathered is E / ep of a layer's experts."""
+    spread = parts(num_gpus=8, expert_model_parallel_size=4, extra=EXPERTS)
+    assert spread["parameters"] == 4 * WITH_EXPERTS / 8 and spread["optimizer state"] == 8 * WITH_EXPERTS / 8
+    stages = {"num_gpus": 16, "pipeline_model_parallel_size": 4, "extra": EXPERTS}
+    one, two, four = (
+        parts(expert_model_parallel_size=ep, **stages)["unsharded gradients"] for ep in (1, 2, 4)
+    )
+    layers = (one - four) / (4 * 12 * EXPERT)  # fp32 sums of 16 experts a layer less those of 4
+    assert layers == round(layers) >= 3 and one - two == 4 * 8 * EXPERT * layers
+    # 16 experts on 32 ranks: half of the ranks have one, half none.
+    few, many = (parts(num_gpus=n, extra=EXPERTS)["parameters"] for n in (16, 32))
+    assert many == pytest.approx(few / 2 + 4 * 15 * 16 * EXPERT / 32)
+
+
 def test_activations_of_a_mixture_by_hand():
     """Per token K rows: the token, five tensors of an expert's width, a weight; 16 bytes of order, 12 of the choice."""
     found = config(extra=EXPERTS)

@@ -29,6 +29,10 @@ def rehearse_some(data):
         flags += ["--add-qkv-bias", "--disable-bias-linear"]
     else:
         flags += ["--untie-embeddings-and-output-weights"]
+    if data.draw(st.booleans(), label="experts"):
+        flags += shlex.split(
+            "--num-experts 8 --moe-ffn-hidden-size 64 --moe-layer-freq 2 --moe-aux-loss-coeff 0.01"
+        )
     gpus = data.draw(st.sampled_from([2, 4, 8]), label="gpus")
     held = {
         "context_parallel_size": st.sampled_from([1, 2]),

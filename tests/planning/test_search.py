@@ -1,11 +1,13 @@
 """What the search proposes: runnable, fitting, the best there is."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.arguments.parse import parse_arguments
-from megatron_lite.config import ConfigError
+from megatron_lite.config import CommandConfig, ConfigError
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.planning.search import Found, fitting, nothing_fits, search
 from megatron_lite.planning.time import step_time
@@ -41,8 +43,12 @@ def test_every_planned_layout_passes_check(layers, heads, batch, gpus, ramp):
         assert applied.parallel.data_parallel_size * applied.parallel.model_parallel_size == gpus
 
 
-def test_the_flags_mean_the_config_that_was_planned():
-    flags = flags_of_model()
+SIXTEEN = ["--num-experts", "16", "--moe-ffn-hidden-size", "512", "--moe-router-topk", "4"]
+
+
+@pytest.mark.parametrize("experts", [[], SIXTEEN])
+def test_the_flags_mean_the_config_that_was_planned(experts):
+    flags = flags_of_model() + experts
     found = search(read_model(flags), cluster(16), {"pipeline_model_parallel_size": 4}, 3)
     for plan in found.plans:
         words = ["--check", "--world-size", "16", *flags, *plan.layout.flags()]
@@ -67,6 +73,39 @@ def test_what_is_held_is_held():
         read_model(flags_of_model()), cluster(8), {"tensor_model_parallel_size": 2, "micro_batch_size": 2}, 4
     )
     assert {(p.layout.tensor_model_parallel_size, p.layout.micro_batch_size) for p in found.plans} == {(2, 2)}
+
+
+def test_experts_lie_on_every_number_of_ranks_that_a_run_accepts():
+    """--expert-model-parallel-size divides the experts and the ranks with other tokens; tensor ranks are such."""
+    flags = [*flags_of_model(layers=2, batch=16), *SIXTEEN]
+    found = Found()
+    held = {"pipeline_model_parallel_size": 1, "micro_batch_size": 1, "context_parallel_size": 1}
+    fits = [layout for layout, _ in fitting(read_model(flags), cluster(8), held, found, offload=False)]
+    sizes = {(one.tensor_model_parallel_size, one.expert_model_parallel_size) for one in fits}
+    assert sizes == {(tensor, expert) for tensor in (1, 2, 4, 8) for expert in (1, 2, 4, 8)}
+    for layout in fits[::5]:
+        assert refusal(layout, flags, 8) is None, layout
+    copies = {"num_distributed_optimizer_instances": 4, "tensor_model_parallel_size": 1}
+    fits = fitting(read_model(flags), cluster(8), held | copies, found, offload=False)
+    assert {layout.expert_model_parallel_size for layout, _ in fits} == {1, 2}
+    with pytest.raises(StopIteration):
+        next(
+            fitting(
+                read_model(flags), cluster(8), held | {"expert_model_parallel_size": 3}, found, offload=False
+            )
+        )
+    assert (
+        "--expert-model-parallel-size 3 does not divide the experts, or the ranks of a replica"
+        in found.refused
+    )
+
+
+def test_an_uneven_routing_costs_memory_and_time():
+    flags = [*flags_of_model(layers=4, batch=64), *SIXTEEN]
+    config, held = read_model(flags), {"expert_model_parallel_size": 8, "pipeline_model_parallel_size": 1}
+    full = replace(config, command=CommandConfig(imbalance=2.0))
+    [even], [uneven] = (search(one, cluster(8), held, 1).plans for one in (config, full))
+    assert uneven.time.seconds > 1.05 * even.time.seconds
 
 
 def test_offload_only_where_nothing_else_fits():
