@@ -11,7 +11,7 @@ from megatron_lite.config import Config, ConfigError
 from megatron_lite.data.stored_tokenizer import stored_tokenizer_flags
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
 from megatron_lite.hugging_face.imported_settings import end_ids
-from megatron_lite.model.gpt import GPTChunk, load_chunk, parameter_shapes
+from megatron_lite.model.gpt import GPTChunk, load_chunk, stored_shapes
 
 
 class CheckpointModel:
@@ -42,7 +42,7 @@ class CheckpointModel:
             raise ConfigError(f"{self.path} does not hold the size of its vocabulary")
         settings = self.train_state.get("hugging_face")
         self.settings: dict[str, Any] | None = settings if isinstance(settings, dict) else None
-        self.shapes = parameter_shapes(self.model)
+        self.shapes = stored_shapes(self.model)
         self._check()
 
     def read(self, name: str) -> torch.Tensor:

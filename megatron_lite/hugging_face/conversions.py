@@ -1,5 +1,6 @@
 """The conversions: a checkpoint to a Hugging Face folder, and back. Each is verified before it has its name."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,8 +29,10 @@ from megatron_lite.hugging_face.shards import write_shards
 from megatron_lite.hugging_face.tokenizer_folder import PROBE_TEXTS, check_tokenizer, write_tokenizer
 from megatron_lite.hugging_face.verification import verify
 from megatron_lite.hugging_face.weights import tensor_maps, their_shape, to_theirs
+from megatron_lite.model.gpt import parameter_shapes
 
 Log = Callable[[str], None]
+KEPT = ".expert_bias"  # stays fp32 whatever the weights are
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,19 @@ def export_checkpoint(
     maps = {entry.theirs: entry for entry in tensor_maps(family, model, source.shapes)}
     shapes = {name: their_shape(entry, source.shapes, model) for name, entry in maps.items()}
 
+    read = functools.lru_cache(maxsize=1)(source.read)  # a tensor of all experts is many of theirs in turn
+
     def read_theirs(name: str) -> torch.Tensor:
-        return to_theirs(maps[name], [source.read(part) for part in maps[name].ours], model)
+        return to_theirs(maps[name], [read(part) for part in maps[name].ours], model)
 
     def read_rounded(name: str) -> torch.Tensor:
         """Weights as the exported file has them: then only the conversion can differ, not the rounding."""
-        return source.read(name).to(options.dtype)
+        tensor = source.read(name)
+        return tensor if name.endswith(KEPT) else tensor.to(options.dtype)
 
     with made_aside(output, "--output") as folder:
-        total = write_shards(folder, shapes, options.dtype, options.max_shard_bytes, read_theirs)
+        kept = {name for name, entry in maps.items() if entry.ours[0].endswith(KEPT)}
+        total = write_shards(folder, shapes, options.dtype, options.max_shard_bytes, read_theirs, kept)
         num_files = len(list(folder.glob("*.safetensors")))
         log(f"{len(shapes):,} tensors, {total:,} bytes in {num_files} file{'s' if num_files > 1 else ''}")
         _write_settings(folder, output.name, source, family, tokenizer, options.dtype, log)
@@ -106,7 +113,7 @@ def _write_settings(
     word = str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", model_config_json(source.model, family, word, beside))
     _write_json(folder / "generation_config.json", generation)
-    parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
+    parameters = sum(torch.Size(shape).numel() for shape in parameter_shapes(source.model).values())
     card = model_card(name, family.architecture, parameters, word, source.config, source.train_state)
     (folder / "README.md").write_text(card, encoding="utf-8")
 

@@ -32,16 +32,24 @@ class Row:
 class Weight:
     """A tensor of theirs, and the tensors of ours whose rows lie in it one after the other.
 
-    Names hold {layer} where there is one for each layer, and {kind} where there is a weight and may be a bias; what the
-    model does not have (a bias, a norm, another layer's kind of MLP) is left out of the expanded table.
+    Names hold {layer} where there is one for each layer, {kind} where there is a weight and may be a bias, theirs
+    {expert} where each expert's is a tensor and ours [E, out, in]; what the model does not have (a bias, a norm,
+    another layer's kind of MLP) is left out of the expanded table.
 
     Attributes:
         transposed: their weight is stored [in, out].
+        rows: the dim of our tensors that is their rows: 1 where all experts are one tensor of theirs too.
     """
 
     theirs: str
     ours: str | tuple[str, ...]
     transposed: bool = False
+    rows: int = 0
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        """`ours`, one or several."""
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
 
 
 @dataclass(frozen=True)
@@ -53,12 +61,26 @@ class Family:
         model_type: its name in config.json; transformers' configuration class of that name gives the defaults.
         rows: config.json <-> flags; two rows may not give the same flag.
         weights: tensor names, the embedding's first, in the order of the model.
+        fused: the same for files in which all experts of a layer are one tensor, for the tensors of ours it names.
     """
 
     architecture: str
     model_type: str
     rows: tuple[Row, ...]
     weights: tuple[Weight, ...]
+    fused: tuple[Weight, ...] = ()
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether its models have experts."""
+        return bool(self.fused)
+
+    def names(self, fused: bool) -> tuple[Weight, ...]:
+        """The tensor names of files of one form or the other."""
+        if not fused:
+            return self.weights
+        replaced = {name for row in self.fused for name in row.our_names}
+        return (*(row for row in self.weights if row.ours not in replaced), *self.fused)
 
     def read(self, fields: ConfigFields) -> Flags:
         """The flags of the fields; widths that follow from others are filled in."""

@@ -19,7 +19,8 @@ HARMLESS = words(
     """
     use_cache bos_token_id eos_token_id pad_token_id pretraining_tp reorder_and_upcast_attn summary_type
     summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx is_decoder
-    attention_in_fp32 torch_dtype model_type
+    attention_in_fp32 torch_dtype model_type output_router_logits router_aux_loss_coef router_jitter_noise
+    num_nextn_predict_layers num_mtp_layers
     """
 )
 # Fields that change what a model computes and that a family's own class does not know: transformers would pass them
@@ -30,7 +31,7 @@ MATHS = words(
     attn_temperature_tuning clip_qkv cross_layer_kv_sharing dual_chunk_attention_config
     final_logit_softcapping first_k_dense_replace is_encoder_decoder kv_lora_rank layer_types
     layernorm_epsilon layer_norm_epsilon mlp_bias moe_intermediate_size multi_query no_rope_layers
-    num_experts_per_tok num_nextn_predict_layers n_routed_experts parallel_attn pruned_heads q_lora_rank
+    num_experts_per_tok n_routed_experts parallel_attn pruned_heads q_lora_rank
     qk_layernorm qkv_bias quantization_config query_pre_attn_scalar rotary_dim
     scale_attn_by_inverse_layer_idx scale_embedding scale_depth sliding_window use_cross_attention
     use_mrope use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window
@@ -109,6 +110,7 @@ class ConfigFields:
         Raises:
             ConfigError: for a field that is needed and missing, or of another type.
         """
+        name = self._class.aliases.get(name, name)
         first, defaults = name not in self._taken, self._class.defaults
         self._taken.add(name)
         if needed and self.content.get(name) is None:

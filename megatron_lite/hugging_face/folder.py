@@ -4,7 +4,9 @@ Nothing in it is trusted: safetensors are read as plain bytes, .bin files by tor
 (weights_only), and no code of the folder is run.
 """
 
+import itertools
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +23,16 @@ from megatron_lite.files.reading import read_object
 from megatron_lite.hugging_face.imported_settings import end_ids, read_imported_settings
 from megatron_lite.hugging_face.model_config import read_model_config
 from megatron_lite.hugging_face.weights import HEAD_WEIGHT, tensor_maps, to_ours
-from megatron_lite.model.gpt import GPTChunk, load_chunk, parameter_shapes
+from megatron_lite.model.gpt import GPTChunk, load_chunk, stored_shapes
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Tables that old files carry beside the weights; they follow from the configuration.
 TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+FUSED = ".experts.gate_up_proj"  # all experts of a layer are one tensor
+PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class ModelFolder:
@@ -52,6 +57,7 @@ class ModelFolder:
         content = read_object(config)
         self.model, self.family, self.log = read_model_config(content, str(config), vocabulary_multiple)
         self.settings = read_imported_settings(path, content, self.family)
+        self._predicting_layers = max(content.get(name) or 0 for name in PREDICTING)
         self._files = _weight_files(path)
         self._open: dict[str, Any] = {}
         if self.model.num_layers > len(self._files):
@@ -61,8 +67,9 @@ class ModelFolder:
         # Bare models (GPT-2's own files) leave out the prefix that the class with a head adds.
         prefix = self.family.weights[0].theirs.split(".")[0] + "."
         self._prefix = "" if any(name.startswith(prefix) for name in self._files) else prefix
-        self._shapes = parameter_shapes(self.model)
-        self.maps = tensor_maps(self.family, self.model, self._shapes)
+        self._shapes = stored_shapes(self.model)
+        fused = any(name.endswith(FUSED) for name in self._files)
+        self.maps = tensor_maps(self.family, self.model, self._shapes, fused)
         self._check_names()
 
     def read(self, name: str) -> torch.Tensor:
@@ -82,9 +89,14 @@ class ModelFolder:
 
     def our_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(global name, tensor) of the whole model, in fp32 as training keeps them. Raises as read does."""
-        for entry in self.maps:
-            for name, tensor in to_ours(entry, self._checked(entry.theirs), self._shapes, self.model):
-                yield name, tensor.float()
+        for names, entries in itertools.groupby(self.maps, lambda entry: entry.ours):
+            parts = [
+                to_ours(entry, self._checked(entry.theirs), self._shapes, self.model) for entry in entries
+            ]
+            for number, name in enumerate(names):
+                tensors = [part[number][1] for part in parts]  # of an experts' tensor one for each expert
+                whole = tensors[0] if tensors[0].shape == self._shapes[name] else torch.stack(tensors)
+                yield name, whole.float()
 
     def load(self, dtype: torch.dtype, device: str) -> GPTChunk:
         """The whole model. Raises as read does."""
@@ -129,6 +141,11 @@ class ModelFolder:
             raise ConfigError(f"{self.path}: {name} has {count:,} values that are not finite")
         return tensor
 
+    def _predicts_more(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the model's, which transformers passes over as well."""
+        layer, first = LAYER.match(name), self.model.num_layers
+        return layer is not None and first <= int(layer[1]) < first + self._predicting_layers
+
     def _opened(self, file: Path) -> Any:
         """The open file; only one is kept open, the tensors come in order."""
         key = str(file)
@@ -144,6 +161,10 @@ class ModelFolder:
                 f"{self.path} lacks {len(missing):,} tensors of the model, the first is {missing[0]}"
             )
         extra = [name for name in self._files if name not in expected and not name.endswith(TABLES)]
+        predicting = [name for name in extra if self._predicts_more(name)]
+        if predicting:
+            self.log.append(f"{len(predicting):,} tensors of multi-token prediction are left out")
+            extra = [name for name in extra if name not in predicting]
         if HEAD_WEIGHT in extra and not self.model.untie_embeddings_and_output_weights:
             embedding = self.maps[0].theirs
             if not torch.equal(self.read(HEAD_WEIGHT), self.read(embedding)):

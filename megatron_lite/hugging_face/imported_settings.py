@@ -16,6 +16,7 @@ Settings = dict[str, Any]
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Said anew by every export: what it is, who wrote it, in which format; and names of values that the model's flags give.
 REPLACED = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version"}
+REPLACED |= {"num_nextn_predict_layers", "num_mtp_layers"}  # whose weights are not here
 REPLACED |= {"rope_theta", "rope_scaling", "rope_parameters"}
 REPLACED |= {"hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"}
 # Of tokenizer_config.json: what does not depend on the class of the tokenizer.

@@ -17,6 +17,8 @@ NOT_COMPARED = words(
     """
     hidden_dropout attention_dropout init_method_std attention_backend cross_entropy_loss_fusion
     make_vocab_size_divisible_by padded_vocab_size group_query_attention swiglu squared_relu activation
+    moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+    moe_router_bias_update_rate moe_per_layer_logging
     """
 )
 # What no family of transformers has; the weights are rewritten where that changes nothing.
@@ -106,7 +108,13 @@ def choose_family(model: ModelConfig, wanted: str | None = None) -> Family:
     """
     if wanted is not None and wanted not in FAMILIES:
         raise ConfigError(f"--architecture is {wanted}, wanted one of {', '.join(FAMILIES)}")
-    misfits = {name: _misfits(model, family) for name, family in FAMILIES.items() if wanted in (None, name)}
+    mixture = bool(model.num_experts)
+    asked = {
+        name: family
+        for name, family in FAMILIES.items()
+        if name == wanted or (wanted is None and family.is_mixture == mixture)
+    }
+    misfits = {name: _misfits(model, family) for name, family in asked.items()}
     best = min(misfits, key=lambda name: len(misfits[name]))
     if misfits[best]:
         others = "" if wanted else "; no other architecture fits better"
@@ -134,6 +142,10 @@ def model_config_json(
 
 def _misfits(model: ModelConfig, family: Family) -> list[str]:
     """The flags that are lost when the model is written as config.json of the family and read back."""
+    if family.is_mixture != bool(model.num_experts):
+        return [
+            f"--num-experts {model.num_experts}" if model.num_experts else "a model without --num-experts"
+        ]
     fields = ConfigFields(family.write(model), family.architecture, family.model_type, "config.json")
     before, after = _computed(model), _computed(ModelConfig(**family.read(fields)))
     names = [name for name in before if before[name] != after.get(name)]
@@ -153,8 +165,16 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     values = {item.name: getattr(model, item.name) for item in fields_of(model) if item.name not in unread}
     values["activation"] = model.activation_name
     values["add_qkv_bias"] = model.add_qkv_bias and model.disable_bias_linear
+    mixtures = tuple(model.has_experts(layer) for layer in range(model.num_layers))
+    values["moe_layer_freq"] = mixtures
+    if all(mixtures):  # there is no dense MLP
+        values.pop("ffn_hidden_size")
+    if model.moe_router_score_function == "sigmoid":
+        values.pop("moe_router_pre_softmax")
+    values["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
     if model.window_size and model.window_size[0] < 0:
         values["window_size"] = None
+    values["num_experts"] = model.num_experts or None
     idle = () if model.num_experts else ("moe_",)
     idle += () if model.use_rope_scaling else ("rope_scaling",)
     idle += () if model.position_embedding_type == "rope" else ("rope_", "rotary_", "use_rope_")

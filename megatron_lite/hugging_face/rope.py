@@ -16,8 +16,11 @@ LLAMA3_FLAGS = {
 }
 
 
-def read_rope(fields: ConfigFields) -> dict[str, Any]:
+def read_rope(fields: ConfigFields, part: float | None = None) -> dict[str, Any]:
     """The flags of the rotary embedding.
+
+    Args:
+        part: of a head's channels that the family rotates where the file is silent; None: it always rotates all.
 
     Raises:
         ConfigError: when two places of the file contradict each other (both values named), or a key is missing.
@@ -31,7 +34,12 @@ def read_rope(fields: ConfigFields) -> dict[str, Any]:
         "rotary_base": fields.checked("rope_theta", theta, float),
     }
     kind = values.pop("rope_type", "default")
-    if values.get("partial_rotary_factor") == 1.0:  # other parts transformers' classes do not rotate, or fail
+    if part is not None:
+        factor = values.pop("partial_rotary_factor", part)
+        flags["rotary_percent"] = fields.checked("partial_rotary_factor", factor, float)
+    elif (
+        values.get("partial_rotary_factor") == 1.0
+    ):  # other parts transformers' classes do not rotate, or fail
         values.pop("partial_rotary_factor")
     if kind == "llama3":
         missing = [key for key in LLAMA3_FLAGS if key not in values]
@@ -73,10 +81,15 @@ def _merged(fields: ConfigFields) -> dict[str, Any]:
     return {key: value for key, (_, value) in merged.items()}
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """The rotary fields of config.json in both spellings: transformers 4 and vLLM read the first, 5 the second."""
+def write_rope(model: ModelConfig, partial: bool = False) -> dict[str, Any]:
+    """The rotary fields of config.json in both spellings: transformers 4 and vLLM read the first, 5 the second.
+
+    partial: the family may rotate a part of a head's channels.
+    """
     scaling = None
     if model.use_rope_scaling:
         scaling = {"rope_type": "llama3"} | {key: getattr(model, flag) for key, flag in LLAMA3_FLAGS.items()}
     parameters = (scaling or {"rope_type": "default"}) | {"rope_theta": model.rotary_base}
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling, "rope_parameters": parameters}
+    part = {"partial_rotary_factor": model.rotary_percent} if partial else {}
+    rope = {"rope_theta": model.rotary_base, "rope_scaling": scaling, "rope_parameters": parameters | part}
+    return rope | part

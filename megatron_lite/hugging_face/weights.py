@@ -30,47 +30,63 @@ class TensorMap:
         theirs: its name.
         ours: our names of its parts, whose rows lie one after the other.
         transposed: they store [in, out].
+        expert: which of our stacked experts it is, None where our whole tensors lie in it.
+        rows: see Weight.
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    expert: int | None = None
+    rows: int = 0
 
 
-def tensor_maps(family: Family, model: ModelConfig, known: Collection[str]) -> list[TensorMap]:
-    """Every tensor of the model with these names of ours, in the order of the layers; a tied head has none."""
+def tensor_maps(
+    family: Family, model: ModelConfig, known: Collection[str], fused: bool = False
+) -> list[TensorMap]:
+    """Every tensor of the model with these names of ours, in the order of the layers; a tied head has none.
+
+    fused: for files in which all experts of a layer are one tensor.
+    """
     maps = []
-    for of_layer, group in itertools.groupby(family.weights, lambda weight: "{layer}" in weight.theirs):
+    for of_layer, group in itertools.groupby(family.names(fused), lambda weight: "{layer}" in weight.theirs):
         rows = list(group)
         for layer in range(model.num_layers if of_layer else 1):
             for row, kind in itertools.product(rows, ("weight", "bias")):
-                names = (row.ours,) if isinstance(row.ours, str) else row.ours
-                ours = tuple(name.format(layer=layer, kind=kind) for name in names)
-                if ours[0] in known and (kind == "weight" or "{kind}" in row.theirs):
-                    theirs = row.theirs.format(layer=layer, kind=kind)
-                    maps.append(TensorMap(theirs, ours, row.transposed and kind == "weight"))
-    covered = [name for entry in maps for name in entry.ours]
+                ours = tuple(name.format(layer=layer, kind=kind) for name in row.our_names)
+                if ours[0] not in known or (kind == "bias" and "{kind}" not in row.theirs):
+                    continue
+                for expert in range(model.num_experts) if "{expert}" in row.theirs else (None,):
+                    theirs = row.theirs.format(layer=layer, kind=kind, expert=expert)
+                    transposed = row.transposed and kind == "weight"
+                    maps.append(TensorMap(theirs, ours, transposed, expert, row.rows))
+    covered = [name for entry in maps if not entry.expert for name in entry.ours]
     assert sorted(covered) == sorted(known), set(covered) ^ set(known)
     return maps
 
 
 def their_shape(entry: TensorMap, shapes: Mapping[str, Shape], model: ModelConfig) -> Shape:
     """The shape of their tensor."""
-    parts = [_unpadded_shape(name, shapes[name], model) for name in entry.ours]
-    shape = (sum(part[0] for part in parts), *parts[0][1:])
-    return shape[::-1] if entry.transposed else shape
+    parts = [_part_shape(entry, name, shapes, model) for name in entry.ours]
+    shape, rows = list(parts[0]), entry.rows
+    shape[rows] = sum(part[rows] for part in parts)
+    return tuple(shape[::-1] if entry.transposed else shape)
 
 
 def to_theirs(entry: TensorMap, parts: Sequence[torch.Tensor], model: ModelConfig) -> torch.Tensor:
     """Their tensor, contiguous, from our parts [rows, ...], whose rows it joins."""
-    tensor = torch.cat([_to_their_rows(name, part, model) for name, part in zip(entry.ours, parts)])
+    if entry.expert is not None:
+        parts = [part[entry.expert] for part in parts]
+    tensor = torch.cat(
+        [_to_their_rows(name, part, model) for name, part in zip(entry.ours, parts)], entry.rows
+    )
     return (tensor.t() if entry.transposed else tensor).contiguous()
 
 
 def to_ours(
     entry: TensorMap, tensor: torch.Tensor, shapes: Mapping[str, Shape], model: ModelConfig
 ) -> list[tuple[str, torch.Tensor]]:
-    """[(global name, our tensor [rows, ...])] from theirs; rows that pad the vocabulary are zero.
+    """[(global name, our tensor [rows, ...])] from theirs, of an expert its own; padding rows of a vocabulary are zero.
 
     Raises:
         ConfigError: for a tensor of another shape than config.json says.
@@ -81,11 +97,16 @@ def to_ours(
             f"{entry.theirs} has shape {list(tensor.shape)}, by config.json it is {list(wanted)}"
         )
     rows = tensor.t() if entry.transposed else tensor
-    parts = rows.split([_unpadded_shape(name, shapes[name], model)[0] for name in entry.ours])
-    return [(name, _pad(part, shapes[name][0]).contiguous()) for name, part in zip(entry.ours, parts)]
+    sizes = [_part_shape(entry, name, shapes, model)[entry.rows] for name in entry.ours]
+    return [
+        (name, (_pad(part, shapes[name][0]) if name in VOCABULARY_TENSORS else part).contiguous())
+        for name, part in zip(entry.ours, rows.split(sizes, entry.rows))
+    ]
 
 
-def _unpadded_shape(name: str, shape: Shape, model: ModelConfig) -> Shape:
+def _part_shape(entry: TensorMap, name: str, shapes: Mapping[str, Shape], model: ModelConfig) -> Shape:
+    """What of this tensor of ours lies in theirs."""
+    shape = shapes[name] if entry.expert is None else shapes[name][1:]
     return (model.vocab_size, *shape[1:]) if name in VOCABULARY_TENSORS else shape
 
 

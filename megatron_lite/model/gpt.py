@@ -262,3 +262,10 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     with torch.device("meta"):
         chunk = GPTChunk(model, range(model.num_layers))
     return {name: tuple(parameter.shape) for name, parameter in chunk.named_global_parameters()}
+
+
+def stored_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """{global name: shape} of what a checkpoint holds of the whole model: parameters, and buffers behind them."""
+    with torch.device("meta"):
+        chunk = GPTChunk(model, range(model.num_layers))
+    return parameter_shapes(model) | {n: tuple(buffer.shape) for n, buffer in chunk.named_global_buffers()}

@@ -8,11 +8,12 @@ from megatron_lite.hugging_face.family import TIED_HEAD, Family, Row, Weight, ac
 from megatron_lite.hugging_face.fields import ConfigFields
 from megatron_lite.hugging_face.rope import read_rope, write_rope
 
-ROWS = (
+WIDTH = same("intermediate_size", "ffn_hidden_size", needed=True)
+# Of every family beside, with other rows for the width of its MLPs and for the rotary positions.
+COMMON = (
     same("vocab_size", "vocab_size", needed=True),
     same("num_hidden_layers", "num_layers", needed=True),
     same("hidden_size", "hidden_size", needed=True),
-    same("intermediate_size", "ffn_hidden_size", needed=True),
     same("num_attention_heads", "num_attention_heads", needed=True),
     same("num_key_value_heads", "num_query_groups"),
     same("head_dim", "kv_channels"),
@@ -22,9 +23,10 @@ ROWS = (
     same("attention_dropout", "attention_dropout", float),
     activation("hidden_act", GATED),
     TIED_HEAD,
-    Row(read_rope, write_rope),
     always(normalization="RMSNorm", hidden_dropout=0.0),
 )
+ROPE = Row(read_rope, write_rope)
+ROWS = (*COMMON, WIDTH, ROPE)
 NO_BIAS = always(disable_bias_linear=True)
 
 WEIGHTS = (
