@@ -11,7 +11,8 @@ from megatron_lite.hugging_face.fields import ConfigFields
 def _read_window(fields: ConfigFields) -> dict[str, Any]:
     """The window that all layers have, or none; what some layers have is refused."""
     num_layers = fields.take("num_hidden_layers", int)
-    windowed, width = fields.take("use_sliding_window", bool), fields.take("sliding_window", int)
+    windowed = fields.take("use_sliding_window", bool)
+    width = fields.take("sliding_window", int, minimum=1 if windowed else 0)  # 0 is written for none
     width = width if windowed else None
     first, kinds = fields.take("max_window_layers", int, minimum=0), fields.take("layer_types", list)
     if kinds is None:  # layers from max_window_layers on have the window

@@ -34,7 +34,7 @@ FAMILY = Family(
         WIDTH,
         NORMED,
         LAYERS,
-        same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", needed=True),
+        same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
         always(moe_shared_expert_gate=True),
     ),
     behind_layers(WEIGHTS, (*MIXTURE, *shared_weights("shared_expert"), GATE)),

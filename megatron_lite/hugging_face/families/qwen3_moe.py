@@ -11,7 +11,8 @@ from megatron_lite.hugging_face.mixtures import WEIGHTS as MIXTURE
 
 
 def _read_window(fields: ConfigFields) -> dict[str, Any]:
-    windowed, width = fields.take("use_sliding_window", bool), fields.take("sliding_window", int)
+    windowed = fields.take("use_sliding_window", bool)
+    width = fields.take("sliding_window", int, minimum=1 if windowed else 0)
     return {"window_size": window_of(width if windowed else None)}
 
 
