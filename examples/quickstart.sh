@@ -69,6 +69,11 @@ PARALLEL=(
     --device cpu --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
 )
+SHARDED="FSDP over 2"
+if $EXPERTS; then
+    PARALLEL+=(--expert-model-parallel-size 2)
+    SHARDED="FSDP and experts over 2"
+fi
 TRAINING=(
     "${BATCH[@]}" --train-iters "$ITERATIONS" --lr "$LEARNING_RATE" --min-lr 3e-4 --lr-decay-style cosine
     --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
@@ -83,7 +88,7 @@ OUTPUT=(
     --log-interval 5 --log-throughput --wandb-project "$NAME" --wandb-save-dir "$RUN"
 )
 
-say "4. Training to iteration $HALF: 4 processes, 2 pipeline ranks x 2 chunks (interleaved 1F1B), FSDP over 2"
+say "4. Training to iteration $HALF: 4 processes, 2 pipeline ranks x 2 chunks (interleaved 1F1B), $SHARDED"
 export OMP_NUM_THREADS=1
 run torchrun --nproc-per-node 4 pretrain_gpt.py \
     "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" --exit-interval "$HALF"
@@ -93,20 +98,12 @@ run torchrun --nproc-per-node 4 pretrain_gpt.py \
     "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}"
 
 PROMPT="    def __init__(self"
-if ! $EXPERTS; then
-    EXPORTED="$RUN/hf"
-    say "6. A Hugging Face model, checked against the trained one"
-    run python tools/hf_export.py --load "$RUN/checkpoints" --output "$EXPORTED"
+EXPORTED="$RUN/hf"
+say "6. A Hugging Face model, checked against the trained one"
+run python tools/hf_export.py --load "$RUN/checkpoints" --output "$EXPORTED"
 
-    say "7. Text from the exported model, by transformers"
-    run python examples/sample_text.py "$EXPORTED" --prompt "$PROMPT"
-else
-    EXPORTED="none: tools/hf_export.py writes no model with experts yet"
-    say "6. Hugging Face model: $EXPORTED"
-
-    say "7. Text from the checkpoint"
-    run python tools/generate.py --load "$RUN/checkpoints" --prompt "$PROMPT" --temperature 0.8 --top-p 0.95
-fi
+say "7. Text from the exported model, by transformers"
+run python examples/sample_text.py "$EXPORTED" --prompt "$PROMPT"
 
 say "8. What came out"
 python data_prep/inspect_data.py "$RUN/corpus_text_document" --samples 0 --unigram-loss --split 949,50,1 | grep unigram

@@ -174,6 +174,7 @@ def test_quickstart_passes_check_twice(words, experts, commands, tmp_path):
     for config in (half, whole):
         assert config.model.num_experts == experts
         assert "pipeline 2 x data 2 (replicas 1 x shards 2)" in describe_run(config)
+        assert config.parallel.expert_model_parallel_size == (2 if experts else 1)
 
 
 def test_quickstart_refuses_other_words(commands, tmp_path):

@@ -18,6 +18,7 @@ from megatron_lite.files.command_line import run
 from megatron_lite.hugging_face import conversions, verification, weights
 from megatron_lite.model.gpt import parameter_shapes
 from tests import local_tokenizers
+from tests.hugging_face import test_mixtures
 from tests.hugging_face.models import VOCAB, build, random_tokens, saved
 from tools import generate, hf_export, hf_import
 
@@ -63,6 +64,61 @@ def test_a_model_comes_back_bit_by_bit(tmp_path, capsys):
     assert seen.keys() == expected.keys()
     assert all(torch.equal(seen[name], expected[name]) for name in seen)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ck", "hf", "out"], "nothing half-made stays"
+
+
+@pytest.mark.parametrize("name", test_mixtures.CASES)
+def test_a_mixture_comes_back_bit_by_bit(name, tmp_path, capsys):
+    test_mixtures.saved(name, tmp_path / "hf")
+    argv = ("--hf-model", tmp_path / "hf", "--save", tmp_path / "ck")
+    code, out, err = call(hf_import, *argv, capsys=capsys)
+    assert code == 0 and "verified: random tokens" in out, err
+    argv = ("--load", tmp_path / "ck", "--output", tmp_path / "out", "--max-shard-size", "20KB")
+    code, out, err = call(hf_export, *argv, capsys=capsys)
+    assert code == 0 and "verified: random tokens" in out, err
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    seen = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    expected = load_file(tmp_path / "hf" / "model.safetensors")
+    assert len(files) > 3 and seen.keys() == expected.keys()
+    assert all(torch.equal(seen[key], expected[key]) for key in seen)
+
+
+def test_a_public_mixture_is_trained_on_over_ranks_and_leaves_in_bf16(tmp_path, capsys):
+    """Its expert bias moves, and stays fp32 in the file, which transformers loads and writes on from."""
+    test_mixtures.saved("glm4_moe-groups", tmp_path / "hf")
+    call(hf_import, "--hf-model", tmp_path / "hf", "--save", tmp_path / "ck", capsys=capsys)
+    words = f"""--load {tmp_path}/ck --use-checkpoint-args --finetune --save {tmp_path}/run --train-iters 2 --mock-data
+        --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --tokenizer-type NullTokenizer
+        --vocab-size 60 --expert-model-parallel-size 2 --moe-router-bias-update-rate 0.125 --bf16 --eval-iters 0
+        --distributed-timeout-minutes 2 --num-workers 0 --device cpu"""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "pretrain_gpt.py", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    argv = ("--load", tmp_path / "run", "--output", tmp_path / "out", "--dtype", "bf16")
+    code, out, err = call(hf_export, *argv, capsys=capsys)
+    assert code == 0 and "-> Glm4MoeForCausalLM" in out and "verified" in out, err
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "out"))
+    assert after[name].dtype == torch.float32 and after["model.norm.weight"].dtype == torch.bfloat16
+    moved = (after[name] - before[name]).abs()
+    assert moved.max() == pytest.approx(0.25) and moved.sum() > 0.5
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    written = theirs.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    argv = (
+        "--load",
+        tmp_path / "run",
+        "--prompt",
+        "5 6 7",
+        "--max-new-tokens",
+        6,
+        "--ignore-eod",
+        "--dtype",
+        "bf16",
+    )
+    code, out, err = call(generate, *argv, capsys=capsys)
+    assert code == 0 and len(out.split()) == 9 and len(written[0]) == 9, out + err
 
 
 @pytest.fixture(scope="module")
