@@ -123,6 +123,16 @@ CONTRADICTIONS = [
         1,
         ["--rotary-percent 0.2", "--kv-channels 16", "is 3"],
     ),
+    (
+        "--qk-layernorm-across-heads",
+        1,
+        ["--qk-layernorm-across-heads", "--qk-layernorm normalises", "not given"],
+    ),
+    (
+        "--qk-layernorm --qk-layernorm-across-heads --tensor-model-parallel-size 2",
+        2,
+        ["--qk-layernorm-across-heads with --tensor-model-parallel-size 2", "wanted 1"],
+    ),
     ("--attention-backend flash", 1, ["--attention-backend flash", "--bf16 or --fp16", "auto"]),
     ("--attention-backend flash --bf16 --kv-channels 264", 1, ["--kv-channels is 264", "at most 256"]),
     ("--attention-backend flash --bf16 --reset-attention-mask", 1, ["flash", "--reset-attention-mask"]),

@@ -11,6 +11,10 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"{config.shown('num_attention_heads')} does not divide by {config.shown('num_query_groups')}"
         )
+    if model.qk_layernorm_across_heads and not model.qk_layernorm:
+        raise ConfigError(
+            "--qk-layernorm-across-heads says over what --qk-layernorm normalises, which is not given: give it too"
+        )
     rotated = int(model.kv_channels * model.rotary_percent)
     if model.position_embedding_type == "rope" and (rotated == 0 or rotated % 2):
         raise ConfigError(

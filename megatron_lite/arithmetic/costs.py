@@ -115,8 +115,7 @@ def _layer_cost(model: ModelConfig, seq_length: int, mixture: bool) -> Component
     if biased or model.add_qkv_bias:
         split += query + 2 * key_value
     whole = 2 * _norm_parameters(model, hidden) + biased * hidden
-    if model.qk_layernorm:
-        whole += 2 * _norm_parameters(model, model.kv_channels)
+    whole += sum(_norm_parameters(model, width) for width in model.qk_norm_widths)
     if biased and not mixture:
         split, whole = split + model.mlp_activation.num_inputs * model.ffn_hidden_size, whole + hidden
     flops = 6 * seq_length * block_matrix_parameters(model, mixture, active=True) + 6 * seq_length**2 * query

@@ -95,6 +95,11 @@ def uneven_cut(config: Config, tensor: int, context: int, sequence_parallel: boo
     ):
         if number % tensor:
             return f"{flag} {number} does not divide by --tensor-model-parallel-size {tensor}"
+    if tensor > 1 and model.qk_layernorm_across_heads:
+        return (
+            f"--qk-layernorm-across-heads with --tensor-model-parallel-size {tensor}, wanted 1: a tensor rank has only "
+            "its own heads"
+        )
     if context > 1 and length % (2 * context):
         return f"--seq-length {length} does not divide by twice --context-parallel-size {context} = {2 * context}"
     if sequence_parallel and (length // context) % tensor:

@@ -155,6 +155,9 @@ class ModelConfig(ExpertConfig):
     disable_bias_linear: bool = flag(False, "no bias in linear layers")
     add_qkv_bias: bool = flag(False, "bias in the query, key and value projections even so")
     qk_layernorm: bool = flag(False, "normalise each head's query and key")
+    qk_layernorm_across_heads: bool = flag(
+        False, "ours: --qk-layernorm has one norm over all heads of the query, one over those of the key"
+    )
     untie_embeddings_and_output_weights: bool = flag(False, "the output projection has a weight of its own")
     hidden_dropout: float = flag(0.1, "dropout probability on the residual branches", maximum=1)
     attention_dropout: float = flag(0.1, "dropout probability on attention weights", maximum=1)
@@ -188,6 +191,14 @@ class ModelConfig(ExpertConfig):
     def expert_activation(self) -> Activation:
         """The experts' activation: the MLP's, but gelu is the exact one, as Megatron fuses no gelu there."""
         return ACTIVATIONS["gelu_erf"] if self.activation_name == "gelu" else self.mlp_activation
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, ...]:
+        """Widths of --qk-layernorm's norms, (query, key); none without it."""
+        heads = (
+            (self.num_attention_heads, self.num_query_groups) if self.qk_layernorm_across_heads else (1, 1)
+        )
+        return tuple(number * self.kv_channels for number in heads) if self.qk_layernorm else ()
 
     def gpu_attention_kernel(self, half: bool, whole: bool, dropout: bool) -> str:
         """The kernel that core attention runs on a GPU, of the first kind that can:

@@ -39,8 +39,9 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=qkv_bias)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=bias)
-        self.q_norm = build_norm(config, config.kv_channels) if config.qk_layernorm else None
-        self.k_norm = build_norm(config, config.kv_channels) if config.qk_layernorm else None
+        norms = [build_norm(config, width) for width in config.qk_norm_widths]
+        self.q_norm, self.k_norm = norms or (None, None)
+        self.norm_across_heads = config.qk_layernorm_across_heads
         self.core = DotProductAttention(config)
 
     def forward(
@@ -54,10 +55,11 @@ class SelfAttention(nn.Module):
 
         With tensor parallelism the head counts here are this rank's own: they follow from the widths.
         """
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_width))  # [B, S, N, D]
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_width))  # [B, S, G, D]
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_width))
-        if self.q_norm is not None:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.norm_across_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_width)) for t in (q, k, v))  # [B, S, N|G, D]
+        if self.q_norm is not None and not self.norm_across_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotation.apply(q), rotation.apply(k)

@@ -45,7 +45,8 @@ PUBLISHED = {
     ),
     "OLMoE-1B-7B": (
         f"{LLAMA} --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --num-experts 64 "
-        "--moe-router-topk 8 --ffn-hidden-size 1024 --vocab-size 50304 --qk-layernorm",
+        "--moe-router-topk 8 --ffn-hidden-size 1024 --vocab-size 50304 --qk-layernorm "
+        "--qk-layernorm-across-heads",
         (6.9, 1.3),
     ),
     "Qwen3-30B-A3B": (
@@ -64,7 +65,7 @@ PUBLISHED = {
 }
 MEASURED = {
     "Mixtral-8x7B": (46_702_792_704, 12_879_925_248),
-    "OLMoE-1B-7B": (6_919_100_416, 1_281_955_840),
+    "OLMoE-1B-7B": (6_919_161_856, 1_282_017_280),
     "Qwen3-30B-A3B": (30_532_122_624, 3_353_032_704),
     "GLM-4.5-Air": (106_852_245_504, 13_424_123_904),
 }

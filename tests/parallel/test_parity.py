@@ -89,6 +89,12 @@ CONTEXT = {
     "cp x dp, recompute": {"cp": 2, "dp": 2} | FULL,
     "cp x pp x chunks, learned positions": {"cp": 2, "pp": 2, "chunks": 2, "model": GPT2},
     "cp x tp + sp": {"cp": 2, "tp": 2, "recompute_granularity": "selective"} | SP,
+    "cp x dp x pp, norms over all heads": {
+        "cp": 2,
+        "dp": 2,
+        "pp": 2,
+        "model": {"qk_layernorm": True, "qk_layernorm_across_heads": True},
+    },
     "cp x dualpipev": {"cp": 2, "pp": 2, "chunks": 2, "schedule": "dualpipev"},
 }
 DOCUMENTS = {

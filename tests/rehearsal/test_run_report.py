@@ -31,7 +31,7 @@ def numbers(pattern, text):
 
 CHOICES = (
     ("", "--normalization RMSNorm"),
-    ("", "--qk-layernorm"),
+    ("", "--qk-layernorm", "--qk-layernorm --qk-layernorm-across-heads"),
     ("", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
     ("", "--swiglu", "--squared-relu"),
     ("", "--group-query-attention --num-query-groups 2"),
