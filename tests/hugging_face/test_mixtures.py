@@ -38,6 +38,11 @@ CASES = {
     "qwen3_moe-not-normed": ("Qwen3MoeConfig", SPARSE | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
     "qwen3_moe-steps": ("Qwen3MoeConfig", SPARSE | {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", SPARSE | {"shared_expert_intermediate_size": 24}),
+    "olmoe": ("OlmoeConfig", ROTARY | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3}),
+    "olmoe-normed": (
+        "OlmoeConfig",
+        ROTARY | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
     "glm4_moe": ("Glm4MoeConfig", GLM | {"use_qk_norm": True, "attention_bias": True}),
     "glm4_moe-groups": (
         "Glm4MoeConfig",
@@ -194,6 +199,7 @@ def test_recorded_cases(name, tmp_path):
         ("qwen3_moe", {"moe_intermediate_size": 17}, "has shape [16, 32], by config.json it is [17, 32]"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "no layer has experts"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias = true"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("glm4_moe-groups", {"num_experts_per_tok": 6}, "wanted two experts of a chosen group"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = false"),
         ("glm4_moe", {"first_k_dense_replace": 2}, "no layer has experts"),
