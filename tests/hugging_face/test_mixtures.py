@@ -38,10 +38,13 @@ CASES = {
     "qwen3_moe-not-normed": ("Qwen3MoeConfig", SPARSE | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
     "qwen3_moe-steps": ("Qwen3MoeConfig", SPARSE | {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", SPARSE | {"shared_expert_intermediate_size": 24}),
-    "olmoe": ("OlmoeConfig", ROTARY | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3}),
+    "olmoe": (
+        "OlmoeConfig",
+        ROTARY | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None},
+    ),
     "olmoe-normed": (
         "OlmoeConfig",
-        ROTARY | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        ROTARY | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "pad_token_id": None},
     ),
     "glm4_moe": ("Glm4MoeConfig", GLM | {"use_qk_norm": True, "attention_bias": True}),
     "glm4_moe-groups": (
