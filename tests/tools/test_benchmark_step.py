@@ -1,6 +1,7 @@
 """The suites of one process: they run, give figures, and refuse work that is not the same."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from megatron_lite.files.command_line import RunError
 from tools.benchmarks import overhead, startup, steps
 from tools.benchmarks.baseline_model import QUICK, BareModel, build_optimizer, random_batches, train_step
 from tools.benchmarks.comparison import Options, refuse_unlike
-from tools.benchmarks.scripts import bare_model, llama_name, with_initial_weights
+from tools.benchmarks.scripts import bare_model, with_initial_weights
 
 OPTIONS = Options(repeats=1, quick=True)
 
@@ -22,7 +23,7 @@ STARTUP = pytest.param(startup.run, marks=pytest.mark.slow, id="startup")
     "suite",
     [
         pytest.param(steps.step, id="step"),
-        pytest.param(steps.experts, id="experts"),
+        pytest.param(lambda options: steps.experts(replace(options, peers=True)), id="experts, and peers"),
         pytest.param(steps.expert_parallel, id="expert-parallel"),
         pytest.param(overhead.run, id="overhead"),
         STARTUP,
@@ -76,9 +77,3 @@ def test_stages_of_the_bare_model_make_the_whole():
     tokens = random_batches(QUICK, 2, 1)[0]["tokens"]
     assert torch.equal(last(first(tokens)), whole(tokens))
     assert {*first.state_dict(), *last.state_dict()} == {*whole.state_dict()}
-
-
-def test_names_at_transformers():
-    assert llama_name("layers.3.pre_mlp_norm.weight") == "model.layers.3.post_attention_layernorm.weight"
-    assert llama_name("embedding.word_embeddings.weight") == "model.embed_tokens.weight"
-    assert llama_name("lm_head.weight") == "lm_head.weight"

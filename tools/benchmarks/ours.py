@@ -5,18 +5,21 @@ from itertools import cycle
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_lite.arguments.parse import parse_arguments
 from megatron_lite.arithmetic.vocabulary import with_vocabulary
 from megatron_lite.config import Config
 from megatron_lite.distributed.environment import Environment
 from megatron_lite.distributed.mesh import build_mesh
+from megatron_lite.hugging_face.model_config import choose_family, model_config_json
+from megatron_lite.hugging_face.weights import tensor_maps, to_theirs
 from megatron_lite.parallel.pipeline import Batch
 from megatron_lite.training.metrics import StepResult
 from megatron_lite.training.run import build_run
 from tools.benchmarks import baseline_model as bare
 from tools.benchmarks.baseline_model import Sizes
-from tools.benchmarks.scripts import Job, Step
+from tools.benchmarks.scripts import Job, Step, bare_model, loop
 
 
 def run_flags(sizes: Sizes) -> list[str]:
@@ -63,6 +66,39 @@ class PreparedRun:
     def step(self) -> StepResult:
         """The program's whole step, but for reading data."""
         return self.run.step(self)
+
+
+class Logits(nn.Module):
+    """A model of transformers as a function from tokens [B, S] to logits [B, S, V]; nothing is cached."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def transformers_step(job: Job, experts: str = "eager") -> Step:
+    """transformers' model of these sizes in the bare loop, as an export of ours: SDPA, the same fused AdamW.
+
+    experts: which of transformers' implementations; a mixture has no balancing loss.
+    """
+    import transformers  # an optional package
+
+    transformers.utils.logging.disable_progress_bar()
+    ours, weights = run_config(job.sizes).model, dict(bare_model(job.sizes).state_dict())
+    family = choose_family(ours)
+    content = model_config_json(ours, family, "float32", {})
+    kernels = {"attn_implementation": "sdpa", "experts_implementation": experts}
+    config = transformers.AutoConfig.for_model(**content, **kernels)
+    state = {
+        entry.theirs: to_theirs(entry, [weights[name] for name in entry.ours], ours)
+        for entry in tensor_maps(family, ours, weights)
+    }
+    kind = getattr(transformers, family.architecture)
+    model = kind.from_pretrained(None, config=config, state_dict=state)
+    return loop(job, Logits(model.train()))
 
 
 def our_step(job: Job, flags: str = "") -> Step:

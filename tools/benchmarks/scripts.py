@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -188,87 +187,3 @@ def pipelined(job: Job, chunks: int) -> Step:
         return totals[1].item()
 
     return step
-
-
-# Our names -> transformers' for Llama.
-LLAMA_NAMES = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "final_norm": "model.norm",
-    "layers": "model.layers",
-    "attention": "self_attn",
-    "input_norm": "input_layernorm",
-    "pre_mlp_norm": "post_attention_layernorm",
-}
-
-
-class Logits(nn.Module):
-    """A model of transformers as a function from tokens [B, S] to logits [B, S, V]; nothing is cached."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits
-
-
-def transformers_llama(job: Job) -> Step:
-    """LlamaForCausalLM in the bare loop, with SDPA and the same fused AdamW."""
-    import transformers  # an optional package
-
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_settings(job.sizes))).train()
-    weights = bare_model(job.sizes).state_dict()
-    model.load_state_dict({llama_name(name): tensor for name, tensor in weights.items()})
-    return loop(job, Logits(model))
-
-
-def transformers_mixtral(job: Job, experts: str) -> Step:
-    """MixtralForCausalLM in the bare loop, its experts by one of transformers' implementations; no balancing loss."""
-    import transformers  # an optional package
-
-    config = transformers.MixtralConfig(
-        num_local_experts=job.sizes.experts,
-        num_experts_per_tok=job.sizes.chosen,
-        num_key_value_heads=job.sizes.heads,
-        experts_implementation=experts,
-        **llama_settings(job.sizes),
-    )
-    model = transformers.MixtralForCausalLM(config).train()
-    model.load_state_dict(mixtral_weights(bare_model(job.sizes).state_dict()))
-    return loop(job, Logits(model))
-
-
-def llama_settings(sizes: Sizes) -> dict[str, Any]:
-    """What the configurations of Llama and of Mixtral have in common."""
-    return {
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.ffn,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "max_position_embeddings": sizes.seq_length,
-        "rms_norm_eps": by_hand.NORM_EPSILON,
-        "rope_parameters": {"rope_type": "default", "rope_theta": by_hand.ROTARY_BASE},
-        "tie_word_embeddings": False,
-        "attn_implementation": "sdpa",
-    }
-
-
-def mixtral_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our parameters under Mixtral's names: gate and up of all experts are one tensor [E, 2 W, H]."""
-    theirs = {}
-    for name, tensor in weights.items():
-        if name.endswith("experts.up_proj.weight"):
-            continue
-        if name.endswith("experts.gate_proj.weight"):
-            tensor = torch.cat([tensor, weights[name.replace("gate_proj", "up_proj")]], dim=1)
-            name = name.replace("gate_proj", "gate_up_proj")
-        if ".experts." in name:
-            name = name.removesuffix(".weight")
-        theirs[llama_name(name).replace("mlp.router", "mlp.gate")] = tensor
-    return theirs
-
-
-def llama_name(name: str) -> str:
-    """Our name of a parameter -> transformers'."""
-    return functools.reduce(lambda text, pair: text.replace(*pair), LLAMA_NAMES.items(), name)

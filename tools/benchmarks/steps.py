@@ -18,7 +18,7 @@ from megatron_lite.rehearsal.accounting import Accounting
 from tools.benchmarks import scripts
 from tools.benchmarks.baseline_model import QUICK, Sizes, random_batches
 from tools.benchmarks.comparison import Options, Row, Table, fastest, refuse_unlike, row_of, speed, take_turns
-from tools.benchmarks.ours import our_step
+from tools.benchmarks.ours import our_step, transformers_step
 from tools.benchmarks.ranks import run_ranks, timed
 from tools.benchmarks.scripts import Job, Step
 
@@ -156,7 +156,7 @@ def step(options: Options) -> list[Table]:
     """One process: a training step against a bare PyTorch loop, and transformers' model."""
     sizes = QUICK if options.quick else Sizes()
     entries = {BARE: Entry(scripts.bare), "ours": Entry(our_step, {BARE: 0.97, LLAMA: 1.0})}
-    entries |= peers(options, {LLAMA: scripts.transformers_llama})
+    entries |= peers(options, {LLAMA: transformers_step})
     title = f"step: one process, {{}} x {sizes.micro_batch} x {sizes.seq_length} tokens, fp32"
     contests = [Contest(title.format(n), sizes, entries, microbatches=n) for n in (1, 4)]
     return [race_table(contest, options) for contest in contests]
@@ -166,7 +166,7 @@ def experts(options: Options) -> list[Table]:
     """A mixture of experts on one process: time and peak bytes against a bare loop with grouped_mm, and peers."""
     sizes = replace(QUICK if options.quick else Sizes(layers=4), experts=8)
     forms = {MIXTRAL: "grouped_mm", MIXTRAL_EAGER: "eager"}
-    builds = {name: partial(scripts.transformers_mixtral, experts=form) for name, form in forms.items()}
+    builds = {name: partial(transformers_step, experts=form) for name, form in forms.items()}
     wanted = {BARE: 0.97, MIXTRAL: 1.0, MIXTRAL_EAGER: 1.0}
     entries = {BARE: Entry(scripts.bare), "ours": Entry(our_step, wanted)} | peers(options, builds)
     title = f"experts: one process, {sizes.experts} experts, {sizes.chosen} of a token"
