@@ -15,14 +15,12 @@ tensor as Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198) count them,
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import NamedTuple
 
 from megatron_lite.arithmetic.batch_size import pass_size
 from megatron_lite.arithmetic.costs import (
     ComponentCost,
     block_matrix_parameters,
-    expert_matrix_parameters,
     model_costs,
 )
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
@@ -78,35 +76,23 @@ def microbatches_of(config: Config) -> tuple[int, int]:
 
 
 class Held(NamedTuple):
-    """Parameters on a rank: `whole` before FSDP cuts them over `ranks`, its `shard`, and all shards `gathered`.
-
-    FSDP cuts along the first dim: where a rank has fewer experts than ranks share them, shards are padded.
-    """
+    """Parameters on a rank: `whole` before FSDP cuts them over `ranks`, and its `shard`."""
 
     whole: float = 0.0
     shard: float = 0.0
-    gathered: float = 0.0
     ranks: int = 0
 
     @classmethod
-    def cut(cls, size: float, ranks: int, rows: float | None = None) -> "Held":
-        """So many parameters over ranks, in equal parts or row by row."""
-        shard = size / ranks if rows is None else ceil(rows / ranks) * size / rows
-        return cls(size, shard, shard * ranks, ranks)
+    def cut(cls, size: float, ranks: int) -> "Held":
+        """So many parameters over ranks, in equal parts."""
+        return cls(size, size / ranks, ranks)
 
     def __add__(self, other: "Held") -> "Held":
-        added = (mine + more for mine, more in zip(self[:3], other[:3]))
-        return Held(*added, max(self.ranks, other.ranks))
+        return Held(self.whole + other.whole, self.shard + other.shard, max(self.ranks, other.ranks))
 
     def times(self, count: int) -> "Held":
         """So many of them."""
-        return Held(*(count * size for size in self[:3]), self.ranks)
-
-
-def experts_on_rank(config: Config) -> int:
-    """Experts of a layer whose weights a rank stores."""
-    ep, t = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
-    return ceil((config.model.num_experts or 0) / ep / (shards(config) * t // ep))
+        return Held(count * self.whole, count * self.shard, self.ranks)
 
 
 def units_of(config: Config, cost: ComponentCost) -> list[Held]:
@@ -119,7 +105,7 @@ def units_of(config: Config, cost: ComponentCost) -> list[Held]:
     units = [Held.cut(cost.on_tensor_rank(t) - cost.mixture, n)]
     if cost.mixture:
         rest = Held.cut(cost.mixture - cost.experts, n * t)
-        experts = Held.cut(cost.experts / ep, n * t // ep, config.model.num_experts / ep)
+        experts = Held.cut(cost.experts / ep, n * t // ep)
         for unit, own in ((rest, t > 1), (experts, ep > 1)):
             units = [*units, unit] if own else [*units[:-1], units[-1] + unit]
     return units
@@ -197,20 +183,19 @@ class _Rank:
         )
         held = [sum(stage_parameters_on_rank(config, plan), Held()) for plan in plans]
         self.local, self.shard = [one.whole for one in held], sum(one.shard for one in held)
-        self.wide = [one.gathered for one in held]
         rows = config.model.padded_vocab_size * config.model.hidden_size
         rows /= config.parallel.tensor_model_parallel_size
         ends = [Held.cut(rows, self.shards)] * any(plan.has_embedding or plan.has_lm_head for plan in plans)
         blocks = blocks_of(config, [number for plan in plans for number in plan.layers])
         # The largest FSDP unit: a block (or part of one), the embedding or the head.
-        self.unit = max(sum(blocks, ends), key=lambda unit: unit.gathered)
-        self.block = max((sum(unit.gathered for unit in units) for units in blocks), default=0.0)
+        self.unit = max(sum(blocks, ends), key=lambda unit: unit.whole)
+        self.block = max((sum(unit.whole for unit in units) for units in blocks), default=0.0)
         # FSDP holds the gathered weights of a block and of the largest unit at once; at the loss the head's and the
         # first unit's of the last block.
-        self.two_units = self.width * (self.block + self.unit.gathered)
-        ahead = max((units[0].gathered for units in blocks), default=0.0)
+        self.two_units = self.width * (self.block + self.unit.whole)
+        ahead = max((units[0].whole for units in blocks), default=0.0)
         self.at_loss = self.width * (rows if self.whole else rows + ahead)
-        self.first = rows if plans[0].has_embedding else self.unit.gathered
+        self.first = rows if plans[0].has_embedding else self.unit.whole
         self.gathered, self.unsharded = self._unsharded()
 
     def memory(self) -> RankMemory:
@@ -219,10 +204,7 @@ class _Rank:
         layers = [number for plan in self.plans for number in plan.layers]
         kinds = Counter(map(model.has_experts, layers))
         matrices = sum(count * block_matrix_parameters(model, kind) for kind, count in kinds.items())
-        mixtures = kinds[True]
-        matrices -= mixtures * (model.num_experts or 0) * expert_matrix_parameters(model)
         matrices /= config.parallel.tensor_model_parallel_size * self.shards
-        matrices += mixtures * experts_on_rank(config) * expert_matrix_parameters(model)
         states = {
             "parameters": 4 * self.shard,
             "optimizer state": OPTIMIZERS[config.optimizer.optimizer].bytes_of(self.shard, matrices),
@@ -245,23 +227,23 @@ class _Rank:
         stages lie gathered (a P, at most three stages) beside their gradients' sums (fp32: 4 P). Else it goes block by
         block: under ZeRO-3 two blocks and the head are gathered, beside one unit's gradient.
         """
-        total = sum(self.wide)
+        total = sum(self.local)
         if self.plain:
-            return 0.0, 4 * sum(self.local)
+            return 0.0, 4 * total
         if not self.whole:
             blocks = (1 + max(1, self.config.parallel.fsdp_prefetch_depth)) * self.block
             return self.width * (
-                min(total, blocks + self.unit.gathered) if self.frees else total
+                min(total, blocks + self.unit.whole) if self.frees else total
             ), self.width * self.unit.whole
         most = None if splits_backward(self.config) else _MOST_ACTIVE_STAGES
-        return self.width * sum(sorted(self.wide, reverse=True)[:most]), self.reduced * sum(self.local)
+        return self.width * sum(sorted(self.local, reverse=True)[:most]), self.reduced * total
 
     def _at_reduction(self) -> dict[str, float]:
         """What lies beside the states when the gradients of a step or microbatch are reduced; plain ones are not."""
         found = {"gathered weights": self.gathered, "unsharded gradients": self.unsharded}
         if self.plain:
             return found
-        found["workspace"] = self.reduced * self.unit.gathered
+        found["workspace"] = self.reduced * self.unit.whole
         found["gradient shards"] = 4 * self.shard
         if self.whole:
             found["gradient shards"] = 4 * self.unit.shard  # a unit's whole gradients go as its shards come

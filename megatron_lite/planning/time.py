@@ -176,8 +176,7 @@ def shard_gather_seconds(config: Config, cluster: Cluster, units: Sequence[Held]
     """
     ranks = shards(config) * config.parallel.tensor_model_parallel_size
     return sum(
-        cluster.gather_seconds(width * unit.gathered, unit.ranks, max(1, ranks // unit.ranks))
-        for unit in units
+        cluster.gather_seconds(width * unit.whole, unit.ranks, max(1, ranks // unit.ranks)) for unit in units
     )
 
 

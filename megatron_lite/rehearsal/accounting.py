@@ -175,7 +175,8 @@ class Accounting(TorchDispatchMode):
             self._count_message(function._schema.name, [*args, *kwargs.values()], out)
         if function.is_view:
             return out
-        gathers = function._schema.name in GATHERING
+        # Weights that are cut along another dim than the first are put together by a concatenation into their place.
+        gathers = function._schema.name in GATHERING or function is torch.ops.aten.cat.out
         purpose = GATHERED if gathers else self._purpose
         for tensor in _plain_tensors(out):
             self._note(tensor.untyped_storage(), purpose)

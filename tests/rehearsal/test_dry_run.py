@@ -143,8 +143,7 @@ def test_exchanges_of_tokens_by_formula(imbalance):
     rows = 2 * 16 // 2 * imbalance
     assert exchanged.bytes == 4 * 4 * (4 * rows * 64 * 4 + 2 * rows * 4 + 4 * 4)
     experts = {(m.kind, m.axis): m for m in found.messages}["reduce-scatter", "edp"]
-    # Once a layer and microbatch, of one expert that two ranks share: FSDP pads it to two.
-    assert experts.bytes == 4 * 4 * 2 * (3 * 64 * 64) * 4
+    assert experts.bytes == 4 * 4 * (3 * 64 * 64) * 4  # once a layer and microbatch, of one expert
 
 
 def test_imbalance_is_in_the_activations():
