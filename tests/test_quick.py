@@ -26,12 +26,16 @@ def rooms_and_programs():
 def source_of(path):
     """Text of a test file and of the files of tests/ that it imports."""
     text = path.read_text(encoding="utf-8")
-    imported = {
-        ROOT / (node.module.replace(".", "/") + ".py")
+    named = {
+        name
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("tests.")
+        for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
     }
-    return "\n".join([text, *(file.read_text(encoding="utf-8") for file in sorted(imported))])
+    files = [
+        ROOT / (name.replace(".", "/") + ".py") for name in sorted(named)
+    ]  # what is no file is a name in one
+    return "\n".join([text, *(file.read_text(encoding="utf-8") for file in files if file.is_file())])
 
 
 def test_every_room_and_program_is_named():
