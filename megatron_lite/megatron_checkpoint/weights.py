@@ -1,10 +1,12 @@
 """Megatron-core's names and rows -> ours.
 
-Shapes: G groups, N query heads, D head width, H hidden, F feed-forward width.
+Shapes: G groups, N query heads, D head width, H hidden, F feed-forward width, E experts.
 
     linear_qkv [G * (N/G + 2) * D, H]   group by group: its N/G query heads, its key head, its value head
     linear_fc1 [2F, H] with --swiglu    gate, then up
     norms                               inside linear_qkv and linear_fc1 (Transformer Engine), or beside them
+    experts.experts.linear_fc1 [E, 2F, H]       all experts of a layer; or experts.experts.N.linear_fc1 [2F, H], whose
+                                                halves may be tensors of their own, weight_w and weight_v
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from megatron_lite.config.declare import ConfigError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.megatron_checkpoint.legacy import RANK_FOLDER, LegacyCheckpoint
 from megatron_lite.megatron_checkpoint.torch_dist import TorchDistCheckpoint
-from megatron_lite.model.gpt import parameter_shapes
+from megatron_lite.model.gpt import stored_shapes
 
 POINTER = "latest_checkpointed_iteration.txt"
 PLAIN = {
@@ -34,6 +36,8 @@ OF_LAYER = {
     "attention.q_norm": ("self_attention.q_layernorm",),
     "attention.k_norm": ("self_attention.k_layernorm",),
     "mlp.down_proj": ("mlp.linear_fc2",),
+    "mlp.router": ("mlp.router",),
+    "mlp.shared_expert.down_proj": ("mlp.shared_experts.linear_fc2",),
     # Beside the matrix, or inside Transformer Engine's fused module.
     "input_norm": ("input_layernorm", "self_attention.linear_qkv.layer_norm"),
     "pre_mlp_norm": ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm"),
@@ -106,7 +110,7 @@ def our_tensors(source: Source, model: ModelConfig) -> Iterator[tuple[str, torch
     Raises:
         ConfigError: for a tensor that is missing or whose shape is not what the flags say.
     """
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in stored_shapes(model).items():
         tensor = _read(name, source, model)
         seen = list(tensor.shape)
         if seen != list(shape):
@@ -127,9 +131,35 @@ def _read(name: str, source: Source, model: ModelConfig) -> torch.Tensor:
             at + there + ("_" if there.endswith("layer_norm") else ".") + kind for there in OF_LAYER[module]
         ]
         return source.read(next((c for c in candidates if source.shape(c) is not None), candidates[0]))
-    fused = "self_attention.linear_qkv" if module.startswith("attention.") else "mlp.linear_fc1"
-    whole = source.read(f"{at}{fused}.{kind}")
-    return PARTS[module](whole, model)
+    if module == "mlp.shared_expert_gate":
+        return source.read(f"{at}mlp.shared_experts.gate_weight")
+    inside, part = module.rsplit(".", 1)
+    if inside == "mlp.experts":
+        return _experts(source, f"{at}mlp.experts.experts.", part, kind, model)
+    whole = source.read(f"{at}{FUSED[inside]}.{kind}")
+    return PARTS[part](whole, model)
+
+
+def _experts(source: Source, at: str, part: str, kind: str, model: ModelConfig) -> torch.Tensor:
+    """gate_proj, up_proj or down_proj of all experts of a layer, [E, out, in]."""
+    linear, inputs = (
+        ("linear_fc2" if part == "down_proj" else "linear_fc1"),
+        model.expert_activation.num_inputs,
+    )
+    whole = source.shape(f"{at}{linear}.{kind}") is not None or source.shape(f"{at}0.{linear}.{kind}") is None
+    names = (
+        [f"{at}{linear}.{kind}"] if whole else [f"{at}{n}.{linear}.{kind}" for n in range(model.num_experts)]
+    )
+    half = {"gate_proj": f"{at}0.{linear}.{kind}_w", "up_proj": f"{at}0.{linear}.{kind}_v"}.get(part)
+    if half and source.shape(half) is not None:
+        return torch.stack(
+            [source.read(half.replace(f"{at}0.", f"{at}{n}.")) for n in range(model.num_experts)]
+        )
+    tensors = [source.read(name) for name in names]
+    tensor = tensors[0] if whole else torch.stack(tensors)
+    if part == "down_proj":
+        return tensor
+    return tensor.chunk(inputs, dim=1)[0 if part == "gate_proj" else -1]
 
 
 def _heads(fused: torch.Tensor, model: ModelConfig, wanted: slice) -> torch.Tensor:
@@ -138,10 +168,15 @@ def _heads(fused: torch.Tensor, model: ModelConfig, wanted: slice) -> torch.Tens
     return heads[:, wanted].flatten(0, 2)
 
 
+FUSED = {
+    "attention": "self_attention.linear_qkv",
+    "mlp": "mlp.linear_fc1",
+    "mlp.shared_expert": "mlp.shared_experts.linear_fc1",
+}
 PARTS: dict[str, Part] = {
-    "attention.q_proj": lambda fused, model: _heads(fused, model, slice(None, -2)),
-    "attention.k_proj": lambda fused, model: _heads(fused, model, slice(-2, -1)),
-    "attention.v_proj": lambda fused, model: _heads(fused, model, slice(-1, None)),
-    "mlp.gate_proj": lambda fused, model: fused.chunk(2)[0],
-    "mlp.up_proj": lambda fused, model: fused.chunk(model.mlp_activation.num_inputs)[-1],
+    "q_proj": lambda fused, model: _heads(fused, model, slice(None, -2)),
+    "k_proj": lambda fused, model: _heads(fused, model, slice(-2, -1)),
+    "v_proj": lambda fused, model: _heads(fused, model, slice(-1, None)),
+    "gate_proj": lambda fused, model: fused.chunk(2)[0],
+    "up_proj": lambda fused, model: fused.chunk(model.mlp_activation.num_inputs)[-1],
 }

@@ -26,6 +26,34 @@ CASES = {
     "dist_gqa": {"groups": 2, "untied": True, "tp": 1, "legacy": False},
     "dist_tied_tp2": {"groups": 4, "untied": False, "tp": 2, "legacy": False},
     "legacy_gqa_tp2": {"groups": 2, "untied": True, "tp": 2, "legacy": True},
+    "dist_experts": {"groups": 2, "untied": True, "tp": 1, "legacy": False, "experts": "softmax"},
+    "dist_experts_pattern": {"groups": 2, "untied": True, "tp": 1, "legacy": False, "experts": "sigmoid"},
+    "dist_experts_ep2": {
+        "groups": 2,
+        "untied": True,
+        "tp": 1,
+        "ep": 2,
+        "legacy": False,
+        "experts": "softmax",
+    },
+}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none",
+}
+MIXTURES = {
+    "softmax": {},
+    "sigmoid": {
+        "moe_layer_freq": [0, 1],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 12,
+        "moe_shared_expert_gate": True,
+        "moe_router_topk_scaling_factor": 1.5,
+    },
 }
 
 
@@ -39,10 +67,13 @@ class NoRandomStates:
 def build(case):
     """A tiny Llama-type GPTModel."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    experts = EXPERTS | MIXTURES[case["experts"]] if "experts" in case else {}
     config = TransformerConfig(
+        **experts,
+        expert_model_parallel_size=case.get("ep", 1),
         num_layers=2,
         hidden_size=16,
         ffn_hidden_size=24,
@@ -64,9 +95,12 @@ def build(case):
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
+    layers = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if experts:
+        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        layers,
         vocab_size=VOCAB,
         max_sequence_length=32,
         position_embedding_type="rope",
@@ -77,20 +111,30 @@ def build(case):
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
     return model.eval()
+
+
+def ranks_of(case):
+    """Processes: tensor ranks, or expert ranks."""
+    return case["tp"] * case.get("ep", 1)
 
 
 def write(rank, name, case, port):
     """One rank: build, run, save."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(case["tp"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), WORLD_SIZE=str(ranks_of(case)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     dist.init_process_group("gloo")
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
 
-    parallel_state.initialize_model_parallel(case["tp"], 1)
+    moe_utils.te_general_gemm = None  # left undefined where Transformer Engine is not installed
+    parallel_state.initialize_model_parallel(case["tp"], 1, expert_model_parallel_size=case.get("ep", 1))
     tensor_parallel.get_cuda_rng_tracker = NoRandomStates
     torch.manual_seed(3)
     model = build(case)
@@ -115,9 +159,9 @@ def write(rank, name, case, port):
 
 
 if __name__ == "__main__":
-    shutil.rmtree(FILES, ignore_errors=True)
-    FILES.mkdir()
     wanted = sys.argv[1:] or list(CASES)
+    for name in wanted:
+        shutil.rmtree(FILES / name, ignore_errors=True)
     for number, name in enumerate(wanted):
-        mp.spawn(write, (name, CASES[name], 29611 + number), CASES[name]["tp"])
+        mp.spawn(write, (name, CASES[name], 29611 + number), ranks_of(CASES[name]))
     print(sorted(str(path.relative_to(FILES)) for path in FILES.rglob("*") if path.is_file()))

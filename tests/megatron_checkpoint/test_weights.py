@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ EXTRA = {
     "dist_gqa": "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
     "dist_tied_tp2": "",
     "legacy_gqa_tp2": "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
+}
+EXPERTS = f"{EXTRA['dist_gqa']} --num-experts 4 --moe-ffn-hidden-size 8 --moe-router-topk 2"
+EXTRA |= {
+    "dist_experts": EXPERTS,
+    "dist_experts_ep2": EXPERTS,
+    "dist_experts_pattern": f"""{EXPERTS} --moe-layer-freq [0,1] --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate
+        --moe-router-topk-scaling-factor 1.5""",
 }
 
 
@@ -49,6 +58,66 @@ def test_logits_are_those_of_megatron_core(name, tmp_path, capsys):
     seen = model(expected["tokens"])
     assert expected["logits"].std() > 0.2
     torch.testing.assert_close(seen, expected["logits"], rtol=1e-4, atol=1e-5)
+
+
+class Renamed:
+    """A checkpoint whose experts are tensors of their own, gate and up too, as singleton_local_shards writes them."""
+
+    def __init__(self, source, halves):
+        self.path, self.halves, self._source = source.path, halves, source
+
+    def shape(self, name):
+        found = self._find(name)
+        return None if found is None else tuple(found.shape)
+
+    def read(self, name):
+        assert self._find(name) is not None, name
+        return self._find(name)
+
+    def _find(self, name):
+        at, _, rest = name.partition("experts.experts.")
+        if not rest:
+            return self._source.read(name) if self._source.shape(name) else None
+        number, _, kind = rest.partition(".")
+        if not number.isdigit():
+            return None
+        half = kind[-1] if kind.endswith(("_w", "_v")) else ""
+        if (half != "") != (self.halves and "fc1" in kind):
+            return None
+        whole = self._source.read(f"{at}experts.experts.{kind.removesuffix(f'_{half}')}")[int(number)]
+        return whole.chunk(2)["wv".index(half)] if half else whole
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_experts_in_tensors_of_their_own(halves):
+    source = open_megatron(FILES / "dist_experts", 5, gated=True)
+    model = with_stored_vocabulary(
+        replace(flags_of("dist_gqa"), num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2), source
+    )
+    one, other = dict(our_tensors(source, model)), dict(our_tensors(Renamed(source, halves), model))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert one["layers.1.mlp.experts.up_proj.weight"].shape == (4, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("dist_experts", "--num-experts 5", "comes out as [4, 16], by the flags of the model it is [5, 16]"),
+        (
+            "dist_experts",
+            "--moe-ffn-hidden-size 12",
+            "comes out as [4, 8, 16], by the flags of the model it is [4, 12, 16]",
+        ),
+        ("dist_gqa", "--num-experts 4", "holds no decoder.layers.0.mlp.router.weight"),
+        ("legacy_gqa_tp2", "--num-experts 4", "holds no decoder.layers.0.mlp.router.weight"),
+        ("dist_experts_pattern", "--moe-layer-freq 1", "holds no decoder.layers.0.mlp.router.weight"),
+    ],
+)
+def test_another_mixture_than_the_checkpoint_holds(name, more, words, tmp_path, capsys):
+    argv = ["--megatron-checkpoint", FILES / name, "--save", tmp_path / "ck", "--max-position-embeddings", 32]
+    code, _, err = call([*argv, *FLAGS.split(), *EXTRA[name].split(), *more.split()], capsys)
+    assert code == 2 and words in err and err.count("\n") == 1, err
+    assert not (tmp_path / "ck").exists()
 
 
 def test_pipeline_ranks_are_joined(tmp_path):

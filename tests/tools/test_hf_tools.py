@@ -18,8 +18,9 @@ from megatron_lite.files.command_line import run
 from megatron_lite.hugging_face import conversions, verification, weights
 from megatron_lite.model.gpt import parameter_shapes
 from tests import local_tokenizers
-from tests.hugging_face import test_mixtures
 from tests.hugging_face.models import VOCAB, build, random_tokens, saved
+from tests.hugging_face.test_mixtures import CASES as MIXTURES
+from tests.hugging_face.test_mixtures import saved as saved_mixture
 from tools import generate, hf_export, hf_import
 
 ROOT = Path(__file__).parents[2]
@@ -66,9 +67,9 @@ def test_a_model_comes_back_bit_by_bit(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ck", "hf", "out"], "nothing half-made stays"
 
 
-@pytest.mark.parametrize("name", test_mixtures.CASES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_comes_back_bit_by_bit(name, tmp_path, capsys):
-    test_mixtures.saved(name, tmp_path / "hf")
+    saved_mixture(name, tmp_path / "hf")
     argv = ("--hf-model", tmp_path / "hf", "--save", tmp_path / "ck")
     code, out, err = call(hf_import, *argv, capsys=capsys)
     assert code == 0 and "verified: random tokens" in out, err
@@ -84,7 +85,7 @@ def test_a_mixture_comes_back_bit_by_bit(name, tmp_path, capsys):
 
 def test_a_public_mixture_is_trained_on_over_ranks_and_leaves_in_bf16(tmp_path, capsys):
     """Its expert bias moves, and stays fp32 in the file, which transformers loads and writes on from."""
-    test_mixtures.saved("glm4_moe-groups", tmp_path / "hf")
+    saved_mixture("glm4_moe-groups", tmp_path / "hf")
     call(hf_import, "--hf-model", tmp_path / "hf", "--save", tmp_path / "ck", capsys=capsys)
     words = f"""--load {tmp_path}/ck --use-checkpoint-args --finetune --save {tmp_path}/run --train-iters 2 --mock-data
         --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --tokenizer-type NullTokenizer
