@@ -132,6 +132,11 @@ def test_a_pattern_as_long_as_the_largest_models():
             "--expert-model-parallel-size 2 --world-size 2 --bf16 --compile --check",
             ["--compile with --expert-model-parallel-size 2"],
         ),
+        (
+            "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv --world-size 4"
+            " --global-batch-size 2 --bf16 --check",
+            ["--pipeline-schedule zbv", "a pass of 1 microbatch", "at least 2"],
+        ),
         ("--expert-tensor-parallel-size 2", ["--expert-tensor-parallel-size 2", "wanted 1"]),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --check",

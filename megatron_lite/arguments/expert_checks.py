@@ -1,8 +1,10 @@
 """What flags of a mixture of experts cannot be together, in one sentence each."""
 
 from megatron_lite.arguments.megatron_flags import ACCEPTED
+from megatron_lite.arithmetic.batch_size import BatchSchedule, pass_size
 from megatron_lite.arithmetic.costs import GROUPED_MM_BYTES
 from megatron_lite.arithmetic.mesh_sizes import mesh_sizes
+from megatron_lite.arithmetic.sharding import splits_backward
 from megatron_lite.config import Config, ConfigError
 from megatron_lite.config.declare import flag_name
 from megatron_lite.config.model import EXPERT_FIELDS
@@ -176,6 +178,23 @@ def _check_layout(config: Config) -> None:
         )
 
 
+def _check_split_backward(config: Config) -> None:
+    """FSDP finds some gradients of experts in the reduction's format and some in the computation's."""
+    parallel, precision = config.parallel, config.precision
+    own_unit = parallel.expert_model_parallel_size > 1 or parallel.tensor_model_parallel_size > 1
+    reduced = precision.fp16 or (precision.bf16 and not precision.grad_reduce_in_bf16)
+    if not (config.model.num_experts and own_unit and reduced and splits_backward(config)):
+        return
+    batches = BatchSchedule.from_config(config)
+    for _, batch_size in batches.steps:
+        count = pass_size(batch_size // batches.samples_per_microbatch, parallel.max_microbatches_per_step)
+        if count == 1:
+            raise ConfigError(
+                f"--pipeline-schedule {parallel.pipeline_schedule} runs the backward in two parts, and a pass of 1 "
+                "microbatch is too few for experts over ranks in a half format, wanted at least 2, or 1f1b"
+            )
+
+
 def expert_notes(config: Config) -> list[str]:
     """Notes on a mixture of experts whose numbers are another's than one might think."""
     model = config.model
@@ -194,4 +213,4 @@ def expert_notes(config: Config) -> list[str]:
     return []
 
 
-CHECKS = (check_experts,)
+CHECKS = (check_experts, _check_split_backward)
