@@ -39,10 +39,10 @@ trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$SHARE"' EXIT
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 echo "+ $WORKERS x pytest ${*:-}   (torch $(python -c 'import torch; print(torch.__version__)'))"
 for ((number = 1; number < WORKERS; number++)); do
-    python -m pytest --durations=15 --share "$SHARE" "$@" >"$SHARE/$number.log" 2>&1 &
+    python -m pytest --durations=15 --share="$SHARE" "$@" >"$SHARE/$number.log" 2>&1 &
 done
 FAILED=0
-python -m pytest --durations=15 --share "$SHARE" "$@" || FAILED=$?
+python -m pytest --durations=15 --share="$SHARE" "$@" || FAILED=$?
 for job in $(jobs -p); do
     wait "$job" || FAILED=$?
 done

@@ -34,7 +34,8 @@ class Balance:
     @property
     def loads(self) -> torch.Tensor:
         """[L] how many times the mean the fullest expert of each layer has: 1 is even."""
-        return self.tokens.amax(dim=1) / self.tokens.mean(dim=1).clamp(min=1)
+        smallest = 1 / self.tokens.shape[1]  # the mean of one choice; only where there is none it is less
+        return self.tokens.amax(dim=1) / self.tokens.mean(dim=1).clamp(min=smallest)
 
     @property
     def starved(self) -> torch.Tensor:

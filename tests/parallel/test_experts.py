@@ -5,6 +5,7 @@ import torch
 
 from megatron_lite.distributed.mesh import build_mesh
 from megatron_lite.rehearsal.parity import PreparedBatches
+from megatron_lite.training.experts import Balance
 from megatron_lite.training.run import build_run
 from tests.parity import (
     SEQ_LENGTH,
@@ -146,6 +147,14 @@ def test_loads_logged_losses_and_biases(layout, model):
         biases |= mine
     assert torch.allclose(torch.tensor(ranks[0][0]), torch.tensor(one), rtol=1e-5)
     assert biases == wanted and all(map(any, biases.values()))
+
+
+def test_the_load_of_fewer_choices_than_experts():
+    """One token of two experts among eight: the fullest has four times the mean; without a token nothing is full."""
+    tokens = torch.tensor([[0, 1, 0, 0, 1, 0, 0, 0], [0] * 8, [1] * 8], dtype=torch.float64)
+    balance = Balance((0, 1, 2), tokens, torch.zeros(3, 0), ())
+    assert balance.loads.tolist() == [4, 0, 1] and balance.starved.tolist() == [0.75, 1, 0]
+    assert balance.numbers().tolist() == pytest.approx([4, 1.75 / 3])
 
 
 def run_experts(config, batches):
