@@ -47,11 +47,14 @@ def apply_fsdp(chunk: nn.Module, mesh: ParallelMesh, config: Config) -> None:
         ),
         "offload_policy": _offload_policy(parallel),
     }
+    settings["ignored_params"] = _held_alone(chunk, mesh, config)
     layers, units = list(chunk.layers.values()), []
     for position, layer in enumerate(layers):
         reshard = {"reshard_after_forward": _reshards(position, len(layers), config)}
         units.append([layer])
         for module, other_mesh in _other_meshes(layer, mesh):
+            if settings["ignored_params"].issuperset(module.parameters()):
+                continue
             own = {"mesh": other_mesh, "shard_placement_fn": _placement(other_mesh)}
             fully_shard(module, **settings | reshard | own)
             units[-1].insert(1, module)
@@ -70,6 +73,14 @@ def apply_fsdp(chunk: nn.Module, mesh: ParallelMesh, config: Config) -> None:
             module.set_force_sum_reduction_for_comms(True)
     own_unit = chunk.embedding is not None and not tied_here
     _prefetch(units, chunk.embedding if own_unit else None, parallel.fsdp_prefetch_depth)
+
+
+def _held_alone(chunk: nn.Module, mesh: ParallelMesh, config: Config) -> set[nn.Parameter]:
+    """Experts that a rank alone has, and computes with in their own format: FSDP would only copy them."""
+    alone = mesh.size("ep") > 1 and all(size == 1 for size in mesh.expert_mesh.shape[:-1])
+    if not alone or compute_dtype(config.precision) != torch.float32 or config.parallel.fsdp_cpu_offload:
+        return set()
+    return {parameter for mixture in chunk.mixtures.values() for parameter in mixture.experts.parameters()}
 
 
 def _other_meshes(layer: nn.Module, mesh: ParallelMesh) -> list[tuple[nn.Module, DeviceMesh]]:

@@ -24,7 +24,7 @@ def replication(tensor: torch.Tensor, mesh: ParallelMesh) -> int:
         return mesh.size("tp")
     names = tensor.device_mesh.mesh_dim_names
     if "tp" not in names:  # a mixture's, which tensor ranks share with the data-parallel ranks
-        return 1 if "tokens" in names or "edp" in names else mesh.size("tp")
+        return 1 if {"tokens", "edp", "ep"} & set(names) else mesh.size("tp")
     axis = names.index("tp")
     return mesh.size("tp") if tensor.placements[axis].is_replicate() else 1
 
