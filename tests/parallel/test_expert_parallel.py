@@ -124,7 +124,7 @@ def train_rows(rows):
 @functools.cache
 def outcomes_of_world(world):
     rows = [row for row in LAYOUTS if config_of(row)[0].parallel.world_size == world]
-    return run_ranks(train_rows, world, rows, init=True, timeout=300)
+    return run_ranks(train_rows, world, rows, init=True, timeout=900)
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
