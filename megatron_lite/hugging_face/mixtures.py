@@ -26,7 +26,7 @@ NORMED = Row(
 
 def _read_layers(fields: ConfigFields) -> dict[str, Any]:
     """Layer i is a mixture when i + 1 divides by decoder_sparse_step and mlp_only_layers does not name it."""
-    layers, step = fields.take("num_hidden_layers", int), fields.take("decoder_sparse_step", int) or 1
+    layers, step = fields.take("num_hidden_layers", int), fields.take("decoder_sparse_step", int)
     dense = fields.take("mlp_only_layers", list) or []
     pattern = tuple(int((layer + 1) % step == 0 and layer not in dense) for layer in range(layers))
     if not any(pattern):

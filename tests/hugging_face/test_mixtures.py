@@ -15,6 +15,7 @@ from megatron_lite.config import ConfigError
 from megatron_lite.hugging_face.folder import ModelFolder
 from megatron_lite.hugging_face.model_config import choose_family, model_config_json
 from megatron_lite.hugging_face.weights import tensor_maps, to_ours, to_theirs
+from megatron_lite.model.generation import Sampling, generate
 from megatron_lite.model.gpt import GPTChunk, stored_shapes
 from tests.hugging_face.models import ROTARY, VOCAB, random_tokens
 
@@ -50,7 +51,8 @@ CASES = {
     "glm4_moe-groups": (
         "Glm4MoeConfig",
         GLM
-        | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+        | {"routed_scaling_factor": 2.5}
         | {"n_shared_experts": 2, "first_k_dense_replace": 2, "num_hidden_layers": 4},
     ),
 }
@@ -156,6 +158,16 @@ def test_config_json_comes_back(name, tmp_path):
         assert torch.equal(model(tokens).logits, theirs(tokens).logits)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_generation_is_theirs(name, tmp_path):
+    """Token by token with a cache, from the folder."""
+    theirs, prompt = saved(name, tmp_path), random_tokens()[:1, :5]
+    wanted = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    ours = ModelFolder(tmp_path, vocabulary_multiple=16).load(torch.float32, "cpu")
+    first = prompt[0].tolist()
+    assert first + generate(ours, first, 12, Sampling()) == wanted[0].tolist()
+
+
 RECORDED = sorted(path.name.removesuffix(".config.json") for path in GOLDEN.glob("hf_*.config.json"))
 
 
@@ -201,6 +213,7 @@ def test_recorded_cases(name, tmp_path):
         ("qwen3_moe", {"num_experts": 7}, "has 6 tensors that the model of its config.json has not"),
         ("qwen3_moe", {"moe_intermediate_size": 17}, "has shape [16, 32], by config.json it is [17, 32]"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "no layer has experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, wanted at least 1"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias = true"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("glm4_moe-groups", {"num_experts_per_tok": 6}, "wanted two experts of a chosen group"),

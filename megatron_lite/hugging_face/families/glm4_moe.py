@@ -44,7 +44,7 @@ def _read_router(fields: ConfigFields) -> dict[str, Any]:
     if normed is (chosen == 1):
         fields.refuse(f"norm_topk_prob = {str(normed).lower()} and num_experts_per_tok = {chosen}")
     flags = {"moe_router_topk_scaling_factor": None if factor == 1 else factor}
-    if groups == 1:
+    if groups == kept:  # all of them: no choice
         return flags
     if chosen != 2 * kept:
         fields.refuse(
